@@ -1,0 +1,31 @@
+"""The `ragen` command: a table of verbs, nothing else."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+from ragen_agent import evaluate, teach, train
+
+VERBS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "train": (train.Train, train.run),
+    "teach": (teach.Teach, teach.run),
+    "evaluate": (evaluate.Evaluate, evaluate.run),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `ragen VERB ...`; what the user got wrong ends with a line on stderr and exit status 2."""
+    config = tyro.extras.subcommand_cli_from_dict({name: settings for name, (settings, _) in VERBS.items()}, args=arguments)
+    run = next(run for settings, run in VERBS.values() if isinstance(config, settings))
+    try:
+        run(config)
+    except ValueError as error:
+        sys.stderr.write(f"ragen: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

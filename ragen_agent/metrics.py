@@ -1,0 +1,98 @@
+"""Episodes become numbers: rates with their intervals, returns, lengths, and how much the episodes of a group differ."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import comb, sqrt
+from statistics import fmean, stdev
+
+from ragen_agent.types import Trajectory
+
+Z = 1.959964  # two-sided 95 %
+FLAT = 1e-6  # a group whose returns spread less than this has nothing to say about its policy
+
+
+def wilson(successes: int, n: int, z: float = Z) -> tuple[float, float]:
+    """The score interval (low, high) of a proportion (Wilson 1927). Of no trials nothing is known: (0, 1)."""
+    if not 0 <= successes <= n:
+        raise ValueError(f"successes must be between 0 and n, not {successes} of {n}")
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
+
+
+def difference(a: int, n: int, b: int, m: int, z: float = Z) -> tuple[float, float]:
+    """The interval (low, high) of a/n - b/m for independent samples: Newcombe's hybrid score interval (1998, method 10).
+
+    Sampling players on the same levels are treated as independent; where pairs agree, the true interval is narrower. No trials: ValueError.
+    """
+    if n == 0 or m == 0:
+        raise ValueError(f"a difference needs trials on both sides, not {n} and {m}")
+    (low_a, high_a), (low_b, high_b) = wilson(a, n, z), wilson(b, m, z)
+    p, q = a / n, b / m
+    return p - q - sqrt((p - low_a) ** 2 + (high_b - q) ** 2), p - q + sqrt((high_a - p) ** 2 + (q - low_b) ** 2)
+
+
+def pass_at(k: int, n: int, successes: int) -> float:
+    """The chance that k of n episodes, drawn without replacement, hold a success: the unbiased pass@k (Chen et al. 2021)."""
+    if not (1 <= k <= n and 0 <= successes <= n):
+        raise ValueError(f"needs 1 <= k <= n and 0 <= successes <= n, not k={k}, n={n}, successes={successes}")
+    return 1 - comb(n - successes, k) / comb(n, k)
+
+
+def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The numbers of a set of episodes, each of which counts once; no episodes: ValueError.
+
+    `episodes`, `success` with its Wilson interval `success_low`, `success_high`; `truncated` (cut by a limit);
+    `return` with its standard error `return_se` (absent for one episode);
+    per episode `turns`, `moves` (carried out) and `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens`, `cut` (by max_tokens)
+    and `no_room` (the context was full); and what `spread` says of the groups.
+    """
+    if not trajectories:
+        raise ValueError("no episodes to summarise")
+    n = len(trajectories)
+    wins = sum(t.success for t in trajectories)
+    low, high = wilson(wins, n)
+    returns = [t.reward for t in trajectories]
+    row = {"episodes": n, "success": wins / n, "success_low": low, "success_high": high}
+    row |= {"truncated": fmean(t.truncated for t in trajectories), "return": fmean(returns)}
+    if n > 1:
+        row["return_se"] = stdev(returns) / sqrt(n)
+    return row | _lengths(trajectories) | spread(trajectories)
+
+
+def spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How the episodes of a group differ; a group is what shares `Trajectory.level`.
+
+    `groups`; and where some group has two episodes or more: `group_std` (the mean over those of the sample standard deviation of the
+    returns), `flat_groups` (the share of them whose returns are all equal: they train nothing), and `pass_k`, the mean pass@k for `k`, the
+    size of the smallest.
+    """
+    groups: dict[tuple[str, int], list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.level].append(trajectory)
+    row: dict[str, float] = {"groups": len(groups)}
+    several = [group for group in groups.values() if len(group) > 1]
+    if several:
+        returns = [[t.reward for t in group] for group in several]
+        k = min(map(len, several))
+        row["group_std"] = fmean(map(stdev, returns))
+        row["flat_groups"] = fmean(max(r) - min(r) < FLAT for r in returns)
+        row["pass_k"] = fmean(pass_at(k, len(group), sum(t.success for t in group)) for group in several)
+        row["k"] = k
+    return row
+
+
+def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    n = len(trajectories)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    tokens = sum(len(turn.reply.ids) for turn in turns)
+    row = {"turns": len(turns) / n, "moves": sum(len(turn.info["moves"]) for turn in turns) / n, "tokens": tokens / n}
+    if turns:
+        row["valid"] = fmean(bool(turn.info["valid"]) for turn in turns)
+        row["reply_tokens"] = tokens / len(turns)
+        row["cut"] = fmean(turn.reply.finish == "length" for turn in turns)
+        row["no_room"] = fmean(turn.reply.finish == "context" for turn in turns)
+    return row

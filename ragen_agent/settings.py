@@ -1,0 +1,94 @@
+"""Settings that the commands share: which model plays which world, and how both are set up."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import gymnasium as gym
+import torch
+from gymnasium.error import Error as GymError
+
+from ragen_agent.backends import HFBackend, Sampling
+from ragen_agent.chat import Chat
+from ragen_agent.policies import LLMPolicy
+from ragen_agent.pretrained import Pretrained, load
+
+
+@dataclass
+class Play:
+    """Who plays what; every command that plays has these flags."""
+
+    model: str = "embedded"
+    """"embedded", "smollm2", a folder in Hugging Face format, or a hub name."""
+    env: str = "ragen/Sokoban-v0"
+    """A Gymnasium id of a text world, or module:id for a world of yours."""
+    env_args: tuple[str, ...] = ()
+    """Settings of the world as name=value, the value in JSON or plain text, e.g. moves_per_turn=2 view=coord."""
+    prompt: Literal["full", "brief"] | None = None
+    """How the model is asked: "full" tells rules and form, "brief" only the state; default: as the model was taught, else full."""
+    think: bool | None = None
+    """Whether a reply must hold a think block; default: as the model was taught, else yes."""
+    prefix: str | None = None
+    """Text at the start of every reply, not sampled and not trained, e.g. "<think>" as RAGEN does."""
+    window: int = 0
+    """How many past turns the model sees; 0: all of them, in one growing context."""
+    max_tokens: int = 48
+    """The longest reply in tokens; a longer one is cut and ends its episode."""
+    context: int | None = None
+    """The longest context in tokens; default: what the model was built for."""
+    batch_rows: int = 256
+    """How many episodes are decoded at once."""
+    device: str = "auto"
+    """"auto" (cuda when there is one), "cpu", "cuda", "cuda:1", "mps"."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    threads: int | None = None
+    """Threads of torch on a CPU; default: one a core."""
+    seed: int = 0
+    """Decides every draw of the policy and every shuffle; the levels come from seeds of their own."""
+
+    def start(self) -> Pretrained:
+        """Set up torch and load the model, with the prompt that the flags ask for. Raises `ValueError` for what is unknown."""
+        check_env(self.env)
+        torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
+        device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        model, tokenizer, prompt = load(self.model, device, self.dtype)
+        asked = {"style": self.prompt, "think": self.think, "prefix": self.prefix}
+        return Pretrained(model, tokenizer, replace(prompt, **{name: value for name, value in asked.items() if value is not None}))
+
+    def policy(self, pretrained: Pretrained, temperature: float) -> LLMPolicy:
+        """The model as a player."""
+        model, tokenizer, prompt = pretrained
+        backend = HFBackend(model, self.batch_rows, self.context)
+        sampling = Sampling(temperature=temperature, max_tokens=self.max_tokens)
+        return LLMPolicy(backend, Chat(tokenizer, prompt.prefix), prompt, sampling, self.seed, self.window)
+
+    def world(self, **more: Any) -> dict[str, Any]:
+        """The world's settings out of `env_args`, and `more` of them."""
+        return {**pairs(self.env_args), **{name: value for name, value in more.items() if value is not None}}
+
+
+def pairs(texts: tuple[str, ...]) -> dict[str, Any]:
+    """("a=1", "b=x") -> {"a": 1, "b": "x"}; raises `ValueError` where there is no "="."""
+    made = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"expected name=value, not {text!r}")
+        try:
+            made[name] = json.loads(value)
+        except json.JSONDecodeError:
+            made[name] = value
+    return made
+
+
+def check_env(env_id: str) -> None:
+    """Raise `ValueError` naming the known worlds unless Gymnasium knows this id."""
+    import ragen_envs  # registers the games
+
+    try:
+        gym.spec(env_id)
+    except (GymError, ImportError) as error:
+        known = ", ".join(ragen_envs.IDS)
+        raise ValueError(f"no world {env_id!r} ({error}); known: {known}, or module:id for one of yours") from error

@@ -1,0 +1,262 @@
+"""The whole of training by reward on one screen: play, keep what is uncertain, learn; evaluate, save, resume."""
+
+import dataclasses
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ragen_agent.algos import find
+from ragen_agent.algos.starpo import StarPO, Totals, combine
+from ragen_agent.batch import Batch, collate
+from ragen_agent.checkpoint import latest, number
+from ragen_agent.checkpoint import save as save_checkpoint
+from ragen_agent.display import Display
+from ragen_agent.evaluate import FIRST_SEED, baselines, evaluate, takes_split, versions
+from ragen_agent.filters import uncertain
+from ragen_agent.metrics import summarise
+from ragen_agent.policies import LLMPolicy
+from ragen_agent.pretrained import Pretrained, load, save
+from ragen_agent.records import append, to_row, truncate, write_json
+from ragen_agent.rollout import rollout
+from ragen_agent.settings import Play, pairs
+from ragen_agent.types import Trajectory
+from ragen_agent.updates import micro_batches, optimizer_of
+
+FIRST_LEVEL = 10_000  # as RAGEN's training seeds; the stream of levels never repeats within a run
+
+
+@dataclass
+class Train(Play):
+    """Train a language model by multi-turn reinforcement learning and show that it learns."""
+
+    algo: str = "GRPO"
+    """An optimizer of ragen_agent.algos (see docs/algorithms.md), or my_file:MyPO for one of yours."""
+    algo_args: tuple[str, ...] = ()
+    """Settings of the optimizer as name=value, e.g. clip_high=0.2 kl_coef=0.001 gamma=0.99."""
+    steps: int = 30
+    """Rounds of play and update."""
+    groups: int = 16
+    """Levels per round."""
+    group_size: int = 16
+    """Episodes per level: same board, luck of their own."""
+    keep: float = 1.0
+    """Train only on this share of the groups, those whose returns differ most (StarPO-S: 0.25); 1: on all."""
+    filter: str = "top_k"
+    """How `keep` chooses: top_k (a share of the groups), top_p (a share of the spread), softmax, or min_p."""
+    epochs: int = 1
+    """How often a round's episodes are gone through."""
+    minibatch: int = 64
+    """Episodes per optimizer step; 0: all at once."""
+    lr: float = 1e-3
+    """Learning rate of AdamW. A large pretrained model wants 1e-6 to 1e-5."""
+    weight_decay: float = 0.0
+    """AdamW's."""
+    grad_clip: float = 1.0
+    """The gradient's norm is cut to this."""
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts, and of the trainer's log-probabilities."""
+    micro_tokens: int = 16384
+    """Tokens, padding included, that are computed at once; the gradient does not depend on it."""
+    eval_every: int = 0
+    """Evaluate every so many rounds, besides before and after; 0: no more."""
+    eval_episodes: int = 256
+    """Held-out levels of an evaluation."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of the evaluation; 1 plays as the policy was trained, RAGEN evaluates at 0.5."""
+    eval_split: str = "val"
+    """The split of the held-out levels: val or test."""
+    eval_levels: str | None = None
+    """A level pack to evaluate on instead of a split."""
+    save_every: int = 10
+    """Rounds between checkpoints."""
+    keep_checkpoints: int = 2
+    """How many of them stay."""
+    samples: int = 2
+    """Episodes of each round that are written to transcripts.jsonl."""
+    out: Path = Path("runs/train")
+    """The run's folder."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with its own settings; only --steps may be given too."""
+
+
+def run(config: Train, display: Display | None = None) -> dict[str, Any]:
+    """The command: train, show it, and return {"before", "after", "random", "exact"} with each one's numbers."""
+    config = resumed(config)
+    pretrained = config.start()
+    algo = algorithm(config, pretrained)
+    optimizer = optimizer_of(algo.parameters(), config.lr, config.weight_decay)
+    display = display or Display()
+    first = start(config, pretrained, algo, optimizer)
+    world, held_out = config.world(), held_out_settings(config)
+    player, judge = config.policy(pretrained, config.temperature), config.policy(pretrained, config.eval_temperature)
+    with display.running(config.steps, first, f"{config.algo} trains {config.model} on {config.env}"):
+        results = before(config, judge, held_out, display)
+        results["after"] = results["before"]
+        for step in range(first + 1, config.steps + 1):
+            began = time.monotonic()
+            seeds = range(FIRST_LEVEL + (step - 1) * config.groups, FIRST_LEVEL + step * config.groups)
+            played = rollout(config.env, player, seeds, config.group_size, **world)
+            middle = time.monotonic()
+            row: dict[str, Any] = {"step": step, **summarise(played), **learn(config, algo, optimizer, played, step)}
+            player.backend.load(algo.policy)
+            row |= times(began, middle, played)
+            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+                results["after"] = row["evaluation"] = summarise(evaluate(config.env, judge, eval_seeds(config), **held_out))
+            append(config.out / "metrics.jsonl", row)
+            for trajectory in played[:: max(1, len(played) // config.samples)][: config.samples] if config.samples else ():
+                append(config.out / "transcripts.jsonl", {"step": step, **to_row(trajectory)})
+            display.step(row)
+            if step % config.save_every == 0 or step == config.steps:
+                checkpoint(config, step, pretrained, algo, optimizer)
+    write_json(config.out / "result.json", {"rows": results, "config": plain(config), "versions": versions()})
+    display.result(results, config.out)
+    return results
+
+
+def learn(config: Train, algo: StarPO, optimizer: torch.optim.Optimizer, played: list[Trajectory], step: int) -> dict[str, float]:
+    """One round's updates; returns their metrics, averaged over the optimizer steps (maxima: the largest)."""
+    chosen, told = keep_uncertain(config, played)
+    if not chosen:
+        return told
+    batch = collate(chosen).to(next(algo.parameters()).device)
+    looked = algo.prepare(batch, max(1, config.micro_tokens // batch.ids.shape[1]))
+    shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    rows: list[dict[str, float]] = []
+    for _ in range(config.epochs):
+        for part in minibatches(batch, config.minibatch, shuffle):
+            totals = Totals.of(part)
+            metrics = []
+            for index in micro_batches(part, config.micro_tokens):
+                loss, parts = algo(part.rows(index.to(part.ids.device)), totals)
+                loss.backward()
+                metrics.append(parts)
+            norm = nn.utils.clip_grad_norm_(algo.parameters(), config.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            rows.append({**combine(metrics), "grad_norm": float(norm)})
+    means = {k: (max if k.endswith("_max") else lambda v: sum(v) / len(v))([row[k] for row in rows]) for k in rows[0]}
+    return {**told, **looked, **means, "updates": len(rows)}
+
+
+def keep_uncertain(config: Train, played: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+    """The episodes that train: those of the groups whose raw returns differ most, as StarPO-S filters; never one without a token."""
+    spoken = [t for t in played if any(turn.reply.ids for turn in t.turns)]
+    if config.keep >= 1 or not spoken:
+        return spoken, {"kept": len(spoken) / len(played)}
+    kept = uncertain([t.reward for t in spoken], [t.level for t in spoken], config.keep, config.filter)
+    told = {"kept": sum(kept.mask) / len(played), "kept_groups": kept.groups, "broken_groups": kept.broken}
+    return [t for t, keep in zip(spoken, kept.mask, strict=True) if keep], told
+
+
+def minibatches(batch: Batch, episodes: int, shuffle: torch.Generator) -> list[Batch]:
+    """`batch` cut into shuffled parts of `episodes` whole episodes each, as equal as can be; 0: one part."""
+    count = int(batch.episode.max()) + 1
+    order = torch.randperm(count, generator=shuffle).to(batch.episode.device)
+    parts = order.tensor_split(max(1, round(count / episodes))) if episodes else (order,)
+    return [batch.rows(torch.isin(batch.episode, part).nonzero().flatten()) for part in parts if len(part)]
+
+
+# -- before, between and after ---------------------------------------------------------------------------------------------
+
+
+def algorithm(config: Train, pretrained: Pretrained) -> StarPO:
+    """The optimizer around the policy, with a frozen copy of the model where its KL term needs one."""
+    chosen = find(config.algo)
+    settings = {"temperature": config.temperature, **pairs(config.algo_args)}
+    device = str(next(pretrained.model.parameters()).device)
+    reference = load(config.model, device, config.dtype).model if settings.get("kl_coef", chosen.kl_coef) else None
+    return chosen(pretrained.model, reference=reference, **settings)
+
+
+def eval_seeds(config: Train) -> range:
+    """The held-out levels' seeds."""
+    return range(config.eval_episodes) if config.eval_levels else range(FIRST_SEED, FIRST_SEED + config.eval_episodes)
+
+
+def held_out_settings(config: Train) -> dict[str, Any]:
+    """The world's settings for evaluation: held-out boards, all else as in training."""
+    split = config.eval_split if not config.eval_levels and takes_split(config.env) else None
+    return config.world(split=split, levels=config.eval_levels)
+
+
+def before(config: Train, judge: LLMPolicy, held_out: dict[str, Any], display: Display) -> dict[str, dict[str, float]]:
+    """The random and the exact player's numbers and the untrained model's, on the held-out levels; kept in the run's folder."""
+    path = config.out / "before.json"
+    if not path.is_file():
+        display.say(f"playing {config.eval_episodes} held-out levels: random player, exact player, the model as it comes")
+        seeds = eval_seeds(config)
+        rows = {**baselines(config.env, seeds, **held_out), "before": summarise(evaluate(config.env, judge, seeds, **held_out))}
+        write_json(path, rows)
+    rows = json.loads(path.read_text())
+    display.before(rows)
+    return rows
+
+
+def times(began: float, middle: float, played: list[Trajectory]) -> dict[str, float]:
+    """How long a round took, and the sampled tokens it made a second."""
+    now = time.monotonic()
+    tokens = sum(len(turn.reply.ids) for trajectory in played for turn in trajectory.turns)
+    return {"seconds": now - began, "seconds_play": middle - began, "seconds_learn": now - middle, "tokens_per_second": tokens / (now - began)}
+
+
+def start(config: Train, pretrained: Pretrained, algo: StarPO, optimizer: torch.optim.Optimizer) -> int:
+    """Begin a run's folder, or take up its last checkpoint; returns the round that is done (0: none).
+
+    Raises `ValueError` for a folder that holds another run.
+    """
+    config.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    if config.resume is None:
+        if (config.out / "config.json").exists():
+            raise ValueError(f"{config.out} holds a run already: give another --out, or go on with it by --resume {config.out}")
+        write_json(config.out / "config.json", plain(config))
+        return 0
+    folder = latest(config.out)
+    step = number(folder) if folder else 0
+    for name in ("metrics.jsonl", "transcripts.jsonl"):
+        if (config.out / name).exists():
+            truncate(config.out / name, lambda row: row["step"] <= step)
+    if folder:
+        state = torch.load(folder / "training.pt", map_location=next(algo.parameters()).device, weights_only=True)
+        algo.load_state_dict(state["algo"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"].cpu())
+    return step
+
+
+def checkpoint(config: Train, step: int, pretrained: Pretrained, algo: StarPO, optimizer: torch.optim.Optimizer) -> None:
+    """Save the round: the model in Hugging Face format, and what resuming needs beside it."""
+
+    def write(folder: Path) -> None:
+        save(folder, pretrained)
+        state = {"algo": algo.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        torch.save(state, folder / "training.pt")
+
+    save_checkpoint(config.out, step, write, config.keep_checkpoints)
+
+
+def resumed(config: Train) -> Train:
+    """The settings to run with: those of the run that `resume` names. Raises `ValueError` when others are given beside it."""
+    if config.resume is None:
+        return config
+    path = config.resume / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no run to resume in {config.resume}: it has no config.json")
+    defaults = Train()
+    given = [f.name for f in dataclasses.fields(Train) if getattr(config, f.name) != getattr(defaults, f.name)]
+    if extra := sorted(set(given) - {"resume", "steps"}):
+        raise ValueError(f"a resumed run keeps its settings; not to be given with --resume: {', '.join(extra)}")
+    saved = json.loads(path.read_text())
+    kept = {**saved, "env_args": tuple(saved["env_args"]), "algo_args": tuple(saved["algo_args"])}
+    return Train(**{**kept, "out": config.resume, "resume": config.resume, **({"steps": config.steps} if "steps" in given else {})})
+
+
+def plain(config: Train) -> dict[str, Any]:
+    """The settings as JSON."""
+    return {name: os.fspath(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}

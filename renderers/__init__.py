@@ -1,0 +1,1 @@
+"""Pictures of boards: tiles drawn in code with numpy alone; knows no game, needs no display."""

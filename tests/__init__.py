@@ -1,0 +1,1 @@
+"""The tests of the project; `tests.parts` holds what several of them play with."""
