@@ -87,7 +87,7 @@ class Chat:
         return self._fill(self._after_reply(user), self._after_reply(f"{SLOT}0"), {f"{SLOT}0": user})
 
     def _ending(self, rendered: str, what: str) -> str:
-        if rendered.count(SAID) != 1:
+        if SAID not in rendered:
             raise ValueError(f"the chat template does not keep a reply's text in {what}; it cannot be used for several turns")
         return rendered[rendered.index(SAID) + len(SAID) :]
 

@@ -103,6 +103,8 @@ def run(config: Teach, console: Console | None = None) -> dict[str, float]:
     seeds = range(FIRST_SEED, FIRST_SEED + config.eval_episodes)
     result = summarise(evaluate(config.env, config.policy(pretrained, config.eval_temperature), seeds, **held_out))
     low, high = result["success_low"], result["success_high"]
-    console.print(f"held-out success {result['success']:.1%} ({low:.1%} to {high:.1%}), well-formed {result['valid']:.1%}; saved to {config.out}")
+    console.print(
+        f"held-out success {result['success']:.1%} ({low:.1%} to {high:.1%}), well-formed {result['valid']:.1%}; saved to {config.out}"
+    )
     append(config.out / "metrics.jsonl", {"step": step, "evaluation": result})
     return result

@@ -202,7 +202,12 @@ def times(began: float, middle: float, played: list[Trajectory]) -> dict[str, fl
     """How long a round took, and the sampled tokens it made a second."""
     now = time.monotonic()
     tokens = sum(len(turn.reply.ids) for trajectory in played for turn in trajectory.turns)
-    return {"seconds": now - began, "seconds_play": middle - began, "seconds_learn": now - middle, "tokens_per_second": tokens / (now - began)}
+    return {
+        "seconds": now - began,
+        "seconds_play": middle - began,
+        "seconds_learn": now - middle,
+        "tokens_per_second": tokens / (now - began),
+    }
 
 
 def start(config: Train, pretrained: Pretrained, algo: StarPO, optimizer: torch.optim.Optimizer) -> int:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragen_envs.levels import LAKE, SPLITS, Level, load, read, split_of
+from ragen_envs.levels import LAKE, SPLITS, Level, load, read_one, split_of
 from ragen_envs.solvers import LakeTable, lake_values
 from ragen_envs.text_env import TextEnv, Tile, one_of
 
@@ -25,9 +25,9 @@ class FrozenLake(TextEnv):
     ignores `success_rate`. Reward: 1 at the goal, else 0. Terminated at the goal or in a hole.
 
     The maps of a seed: each cell of `size` x `size` is frozen with probability `frozen`, start and goal are uniform cells, drawn
-    again until they differ, a path joins them and the map belongs to `split` ("train", "val" or "test": by the map's content up
-    to symmetry). With `levels` (a pack's name, a file's path or a list of map texts) the map is number `seed % len(levels)`. Maps are
-    rows of S start, G goal, H hole, F frozen. Other settings are `TextEnv`'s.
+    again until they differ, a path joins them and the map belongs to `split` ("train", "val", "test": by the map's content up
+    to symmetry; None: any). With `levels` (a pack's name, a file's path or a list of map texts) the map is number
+    `seed % len(levels)`. Maps are rows of S start, G goal, H hole, F frozen. Other settings are `TextEnv`'s.
     """
 
     title = "FrozenLake"
@@ -46,13 +46,13 @@ class FrozenLake(TextEnv):
         frozen: float = 0.9,
         success_rate: float = 0.8,
         is_slippery: bool = True,
-        split: str = "train",
+        split: str | None = "train",
         levels: str | Path | Sequence[str] | None = None,
         **settings: Any,
     ):
         """See the class. Settings that allow no map, and `levels` together with a split, are a `ValueError`."""
-        one_of("split", split, SPLITS)
-        if levels is not None and split != "train":
+        one_of("split", split, (*SPLITS, None))
+        if levels is not None and split not in ("train", None):
             raise ValueError(f"levels {levels!r} are played as they are: give levels or split={split!r}, not both")
         if size < 2 or not 0 < frozen <= 1 or not 0 <= success_rate <= 1:
             raise ValueError(f"need size >= 2, 0 < frozen <= 1, 0 <= success_rate <= 1, not {size}, {frozen} and {success_rate}")
@@ -69,12 +69,7 @@ class FrozenLake(TextEnv):
 
     def _deal(self, seed: int, level: str | None) -> None:
         if level is not None:
-            found = read(level, "level", LAKE)
-            if len(found) != 1:
-                raise ValueError(f"the level is one map, not {len(found)}")
-            rows = found[0].rows
-            if len(rows) > self.shape[0] or len(rows[0]) > self.shape[1]:
-                raise ValueError(f"the level is {len(rows)} x {len(rows[0])}, larger than this env's {self.shape[0]} x {self.shape[1]}")
+            rows = read_one(level, LAKE, self.shape)
         elif self.levels:
             rows = self.levels[seed % len(self.levels)].rows
         else:

@@ -158,37 +158,32 @@ def lake_values(transitions: np.ndarray, goal: int, moves: int, per_turn: int = 
     of E[V(turns - 1, left - length, cell after)]. `transitions` is (S, 4, S) with absorbing goal and holes. The work of a turn
     grows as 4 ** per_turn; with `per_turn` 1, or turns enough for all moves, this is plain value iteration.
     """
-    if turns is None or per_turn == 1:
-        per_turn, turns = 1, moves if turns is None else min(turns, moves)
-    turns, states = min(turns, moves), len(transitions)
-    if states * 4 ** min(per_turn, moves) > 1 << 25:
-        raise ValueError(f"4 ** {min(per_turn, moves)} sequences of moves a turn are too many to compare on {states} cells")
-    back = np.ascontiguousarray(transitions.transpose(2, 1, 0)).reshape(states, 4 * states)
+    if turns is None:
+        per_turn, turns = 1, moves
+    per_turn, turns, states = min(per_turn, moves), min(turns, moves), len(transitions)
+    if states * 4**per_turn * (moves + 1 - per_turn) > 1 << 25:
+        raise ValueError(f"4 ** {per_turn} sequences of moves a turn are too many to compare on {states} cells with {moves} moves")
+    back = transitions.transpose(2, 1, 0).reshape(states, 4 * states)
     values = np.full((turns + 1, moves + 1, states), -1.0)
     values[0] = values[:, 0] = 0.0
     values[:, :, goal] = 1.0 + _HASTE * np.arange(moves + 1)
     lengths, codes = np.zeros(values.shape, int), np.zeros(values.shape, int)
     for turn in range(1, turns + 1):
-        for after in range(moves - 1, -1, -1):  # moves left after the turn, so that of equal sequences the shortest comes first
-            worth = values[turn - 1, after][None]  # (sequences, S)
-            for length in range(1, _longest(turn, after, moves, per_turn) + 1):
-                worth = (worth @ back).reshape(-1, states)  # every sequence with each move put before it
-                left = after + length
-                if length > 1 and turn >= left:
-                    continue  # with a turn for every move, looking after each move is at least as good
-                rounded = np.round(worth, 12)  # equal sequences must look equal on every machine
-                best = rounded.argmax(axis=0)
-                top = rounded[best, np.arange(states)]
-                wins = top > values[turn, left] + 1e-11
-                for table, entry in ((values, top), (lengths, length), (codes, best)):
-                    table[turn, left] = np.where(wins, entry, table[turn, left])
+        worth, fewest = values[turn - 1, :moves, None], 0  # (moves left after the turn, from `fewest` up; sequences; S)
+        for length in range(1, per_turn + 1):  # so that of equal sequences the shortest is kept
+            if fewest + length > moves:
+                break
+            worth = (worth[: moves + 1 - length - fewest] @ back).reshape(moves + 1 - length - fewest, -1, states)  # each move put first
+            rounded = np.round(worth, 12)  # equal sequences must look equal on every machine
+            best, top = rounded.argmax(axis=1), rounded.max(axis=1)
+            left = slice(fewest + length, moves + 1)
+            wins = top > values[turn, left] + 1e-11
+            for table, entry in ((values, top), (lengths, length), (codes, best)):
+                table[turn, left] = np.where(wins, entry, table[turn, left])
+            if length == 1:  # where each move has a turn, looking after each is at least as good
+                fewest = max(0, turn + 1 - per_turn)
+                worth = worth[fewest:]
     return LakeTable(values, lengths, codes)
-
-
-def _longest(turn: int, after: int, moves: int, per_turn: int) -> int:
-    """How long a sequence with `after` moves behind it can be of use; only one move where each move has a turn."""
-    longest = min(per_turn, moves - after)
-    return 1 if turn >= after + longest else longest
 
 
 # -- Bandit ----------------------------------------------------------------------------------------------------------------

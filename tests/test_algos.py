@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn, tensor
 
 from ragen_agent.algos import ALGOS, ARPO, BRPO, GRPO, PPO, DrGRPO, StarPO, Totals, combine, find
@@ -178,9 +180,8 @@ ADVANTAGES = [
     (GRPO, {}, [0.7071058, -0.7071058, 0, 0]),
     (DrGRPO, {}, [0.5, -0.5, 0, 0]),
     (PPO, {"whiten": False}, [1, 0, 1, 1]),  # the critic begins at 0, gamma and lambda are 1
-    (PPO, {}, [6**0.5 / 6, -(6**0.5)] + [6**0.5 / 6] * 2),  # seven tokens, six of 1 and one of 0: mean 6/7, sample std 1/sqrt 7
+    (PPO, {}, [0.3779635, -2.2677808, 0.3779635, 0.3779635]),  # seven tokens, six of 1 and one of 0: mean 6/7, sample std 1/sqrt(7)
 ]
-ADVANTAGES[-1] = (PPO, {}, [0.3779635, -2.2677810, 0.3779635, 0.3779635])
 
 
 @pytest.mark.parametrize(("kind", "settings", "wanted"), ADVANTAGES)
@@ -201,7 +202,8 @@ def test_an_episode_of_many_rows_counts_once(kind):
     """Cutting an episode into windows changes no advantage, no loss and no gradient of a policy that reads one token back."""
     one = batch_of([(0, "..00.11.2"), (1, "..0"), (2, ".00"), (3, ".0")], [1, 0, 3, 0], [0, 0, 0, 0])
     cut = batch_of([(0, "..00"), (0, "..11"), (0, "..2"), (1, "..0"), (2, ".00"), (3, ".0")], [1, 0, 3, 0], [0, 0, 0, 0])
-    one.ids.fill_(1), cut.ids.fill_(1)
+    for data in (one, cut):
+        data.ids = torch.where(data.episode[:, None] == 2, 2, torch.ones_like(data.ids))
     grads = []
     for data in (one, cut):
         agent = kind(BigramLM.of(torch.eye(3, dtype=torch.float64)).double())
@@ -347,7 +349,8 @@ def test_explained_variance():
     with torch.no_grad():
         agent.critic.weight.copy_(tensor([[0.5, 0, 0]]))  # half of the truth: (1 - .5)^2 of the variance is left
     assert agent.prepare(data)["explained_variance"] == pytest.approx(0.75, abs=1e-6)
-    assert agent.prepare(batch_of([(0, ".0")], [1], [0]))["explained_variance"] == 0
+    alone = data.rows(tensor([0]))  # one token has no variance to explain
+    assert agent.prepare(alone)["explained_variance"] == 0
 
 
 @EVERY
@@ -398,17 +401,38 @@ def test_state_dict_round_trip(kind, settings):
 
 
 @pytest.mark.parametrize("kind", ALGOS.values())
-@pytest.mark.parametrize("bad", [{"clip_hi": 0.1}, {"aggregation": "mean"}, {"kl_kind": "k4"}, {"kl_coef": 0.1}])
-def test_bad_settings_are_errors_that_list_the_known(kind, bad):
-    known = {"clip_hi": "clip_high", "aggregation": "token-mean", "kl_kind": "k1", "kl_coef": "reference"}
-    with pytest.raises(ValueError, match=known[next(iter(bad))]):
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"clip_hi": 0.1}, "clip_low, clip_high"),
+        ({"aggregation": "mean"}, "token-mean"),
+        ({"kl_kind": "k4"}, "k1"),
+        ({"kl_coef": 0.1}, "reference"),
+        ({"clip_high": "wide"}, "float"),
+        ({"clip_high": True}, "float"),
+        ({"clip_high": None}, "float"),
+        ({"dual_clip": "3"}, "float or None"),
+        ({"train": False}, "known"),
+    ],
+)
+def test_bad_settings_are_errors_that_list_the_known(kind, bad, told):
+    with pytest.raises(ValueError, match=told):
         kind(policy(), **bad)
+
+
+@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"kl_reward": 0.1}])
+def test_who_wants_a_reference(settings):
+    assert not PPO.wants_reference(clip_high=0.3) and not PPO(policy()).uses_reference
+    assert PPO.wants_reference(**settings) and PPO(policy(), reference=policy(), **settings).uses_reference
+    with pytest.raises(ValueError, match="needs a reference"):
+        PPO(policy(), **settings)
 
 
 def test_settings_are_those_of_the_class_and_its_parents():
     assert list(GRPO.settings()) == list(StarPO.settings()) + ["std"]
     assert GRPO.settings()["aggregation"] == "seq-mean-token-mean" and not DrGRPO.settings()["std"]
     assert GRPO(policy(), std=False).std is False and GRPO.std is True
+    assert GRPO(policy(), dual_clip=None, clip_low=1).clip_low == 1
 
 
 def test_forward_before_prepare_says_so():
@@ -454,14 +478,43 @@ def test_find_lists_the_known(name):
         find(name)
 
 
+# ---- several processes ----
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    """A process with half of the batch: write its gradients, as DDP would average them."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = []
+    for kind, settings in CASES:
+        agent, data = algo(kind, settings), batch().rows(tensor([[0, 1, 2, 3, 4], [5, 6, 7]][rank]))
+        mine = torch.arange(6) < 4 if rank == 0 else torch.arange(6) >= 4  # its own episodes, as a process has them: counted from 0
+        data.episode -= [0, 4][rank]
+        data.group, data.score, data.truncated = data.group[mine], data.score[mine], data.truncated[mine]
+        agent.prepare(data)
+        moved(agent)
+        found.append(gradient(agent, data, [[0, 1], list(range(2, len(data)))])[0])
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_gradient_is_the_same_for_two_processes(tmp_path):
+    mp.start_processes(one_of_two, args=(str(tmp_path),), nprocs=2, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for (kind, settings), one, two in zip(CASES, *ranks, strict=True):
+        agent, data = algo(kind, settings), batch()
+        data.group = tensor([0, 0, 0, 0, 1, 1])
+        agent.prepare(data)
+        moved(agent)
+        torch.testing.assert_close((one + two) / 2, gradient(agent, data, WHOLE)[0], atol=1e-6, rtol=0)
+
+
 # ---- learning ----
 
 
 @EVERY
 def test_learns(kind, settings):
     """Groups of eight answers of two tokens to one of two prompts; the prompt's own token is worth 1. Thirty updates of two epochs."""
-    agent = kind(tiny("llama", vocab_size=4, **SMALL), reference=tiny("llama", vocab_size=4, **SMALL), **{**settings, "detach": False}
-                 if kind is PPO else settings)  # fmt: skip
+    agent = kind(tiny("llama", vocab_size=4, **SMALL), reference=tiny("llama", vocab_size=4, **SMALL), **settings)
     optimizer = torch.optim.Adam(agent.parameters(), lr=5e-3)
     chance = torch.Generator().manual_seed(1)
     temperature = agent.temperature

@@ -18,6 +18,8 @@ class PPO(StarPO):
     sequence. Episodes cut by a limit are not bootstrapped: the return is what was paid, as in RAGEN, whose limits belong to the task.
     """
 
+    KL_SETTINGS = ("kl_coef", "kl_reward")
+
     gamma: float = 1.0
     """Discount from one sampled token to the next."""
     lam: float = 1.0
@@ -45,11 +47,6 @@ class PPO(StarPO):
         self.critic = nn.Linear(output.shape[1], 1, device=output.device, dtype=wide)
         nn.init.zeros_(self.critic.weight)
         nn.init.zeros_(self.critic.bias)
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether `prepare` reads the reference model."""
-        return self.kl_coef != 0 or self.kl_reward != 0
 
     def see(self, batch: Batch) -> Scores:
         """The policy's view of the tokens, with its hidden states."""

@@ -57,6 +57,9 @@ class StarPO(nn.Module):
     The policy stays in eval mode: with dropout the ratio of an unchanged policy would not be 1 (gradients flow all the same).
     """
 
+    CHOICES = {"aggregation": F.AGGREGATIONS, "kl_kind": F.KLS}  # without annotation: no setting
+    KL_SETTINGS = ("kl_coef",)  # those that need a reference
+
     temperature: float = 1.0
     """Sampling temperature of the rollouts; policy, old and reference are all read at it. 0: greedy, untempered."""
     clip_low: float = 0.2
@@ -81,20 +84,14 @@ class StarPO(nn.Module):
     def __init__(self, policy: nn.Module, *, reference: nn.Module | None = None, **settings: Any) -> None:
         """Hold `policy` (any model that `score` reads). An unknown setting or choice is a ValueError that lists the known ones."""
         super().__init__()
-        known = self.settings()
         for name, value in settings.items():
-            if name not in known:
-                raise ValueError(f"unknown setting {name!r} of {type(self).__name__}; known: {', '.join(known)}")
-            setattr(self, name, value)
-        for name, choices in (("aggregation", F.AGGREGATIONS), ("kl_kind", F.KLS)):
-            if (value := {**known, **settings}[name]) not in choices:
-                raise ValueError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
+            setattr(self, name, self.checked(name, value))
+        if self.uses_reference and reference is None:
+            raise ValueError(f"{type(self).__name__} with {' or '.join(self.KL_SETTINGS)} needs a reference")
         self.policy = policy.eval()
         self._reference: list[nn.Module] = []  # in a list, so that it is no submodule
         if reference is not None:
             self._reference.append(reference.eval().requires_grad_(False))
-        if self.uses_reference and reference is None:
-            raise ValueError(f"{type(self).__name__} with a KL coefficient needs a reference")
 
     @classmethod
     def settings(cls) -> dict[str, Any]:
@@ -102,10 +99,30 @@ class StarPO(nn.Module):
         names = [n for base in reversed(cls.__mro__) if issubclass(base, StarPO) for n in get_annotations(base)]
         return {name: getattr(cls, name) for name in dict.fromkeys(names)}
 
+    @classmethod
+    def checked(cls, name: str, value: Any) -> Any:
+        """`value` where it can be the setting `name`; else ValueError, naming what can."""
+        known = cls.settings()
+        if name not in known:
+            raise ValueError(f"unknown setting {name!r} of {cls.__name__}; known: {', '.join(known)}")
+        if name in cls.CHOICES and value not in cls.CHOICES[name]:
+            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(cls.CHOICES[name])}")
+        default = known[name]
+        kind = type(default) if isinstance(default, bool | str) else float
+        sound = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else isinstance(value, kind)
+        if not (sound or default is None is value):
+            raise ValueError(f"{name} of {cls.__name__} must be a {kind.__name__}{' or None' if default is None else ''}, not {value!r}")
+        return value
+
+    @classmethod
+    def wants_reference(cls, **settings: Any) -> bool:
+        """Whether an optimizer with these settings reads a reference model."""
+        return any({**cls.settings(), **settings}[name] for name in cls.KL_SETTINGS)
+
     @property
     def uses_reference(self) -> bool:
         """Whether `prepare` reads the reference model."""
-        return self.kl_coef != 0
+        return any(vars(self).get(name, self.settings()[name]) for name in self.KL_SETTINGS)
 
     def train(self, mode: bool = True) -> "StarPO":
         """As in torch, but the policy stays in eval mode."""
@@ -160,7 +177,7 @@ class StarPO(nn.Module):
             scores = self.see(part)
             _write(batch, "old", index, scores.logprob)
             if (value := self.value(scores)) is not None:
-                _write(batch, "value", index, value)
+                _write(batch, "value", index, torch.where(part.sampled, value, 0.0))
             if self.uses_reference:
                 ref = score(self._reference[0], part.ids, part.real, self.temperature, sampled=part.sampled)
                 _write(batch, "ref", index, ref.logprob)
