@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tyro
+from transformers.utils import logging
 
 from ragen_agent import evaluate, teach, train
 
@@ -17,6 +18,7 @@ VERBS: dict[str, tuple[type, Callable[[Any], Any]]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run `ragen VERB ...`; what the user got wrong ends with a line on stderr and exit status 2."""
+    logging.disable_progress_bar()
     config = tyro.extras.subcommand_cli_from_dict({name: settings for name, (settings, _) in VERBS.items()}, args=arguments)
     run = next(run for settings, run in VERBS.values() if isinstance(config, settings))
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +15,7 @@ from ragen_agent.metrics import summarise
 from ragen_agent.policies import Policy, RandomPolicy, SolverPolicy
 from ragen_agent.records import append, to_row, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play
+from ragen_agent.settings import Play, env_settings
 from ragen_agent.types import Trajectory
 
 FIRST_SEED = 123  # as RAGEN's validation
@@ -66,19 +67,19 @@ def normalised(score: float, rows: dict[str, dict[str, float]]) -> float | None:
 
 
 def table(rows: dict[str, dict[str, float]], title: str) -> Table:
-    """The players' numbers as a table; the interval is Wilson's at 95 %."""
-    made = Table(title=title, title_justify="left")
-    for name in ("player", "success", "95 % interval", "score", "return", "well-formed", "turns", "moves", "tokens"):
+    """The players' numbers as a table; the interval is Wilson's at 95 %, the score 0 for random and 100 for exact play."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for name in ("player", "success", "95 %", "score", "reward", "valid", "turns", "moves", "tokens"):
         made.add_column(name, justify="left" if name == "player" else "right", no_wrap=True)
     for name, row in rows.items():
         score = normalised(row["success"], rows)
         made.add_row(
             name,
             f"{row['success']:.1%}",
-            f"{row['success_low']:.1%} to {row['success_high']:.1%}",
+            f"{100 * row['success_low']:.1f} - {100 * row['success_high']:.1f}",
             "" if score is None else f"{score:.0f}",
             f"{row['return']:.2f}",
-            f"{row['valid']:.1%}",
+            f"{row['valid']:.0%}",
             *(f"{row[key]:.1f}" for key in ("turns", "moves", "tokens")),
         )
     return made
@@ -94,7 +95,7 @@ def run(config: Evaluate, console: Console | None = None) -> dict[str, Any]:
     console = console or Console()
     pretrained = config.start()
     split = config.split if config.split or config.levels else "val"
-    settings = config.world(levels=config.levels, split=split if takes_split(config.env) else None)
+    settings = config.world(levels=config.levels, split=split if "split" in env_settings(config.env) else None)
     seeds = range(config.episodes) if config.levels else range(FIRST_SEED, FIRST_SEED + config.episodes)
     rows = baselines(config.env, seeds, config.group_size, **settings)
     played = evaluate(config.env, config.policy(pretrained, config.temperature), seeds, config.group_size, config.chunk, **settings)
@@ -118,15 +119,3 @@ def run(config: Evaluate, console: Console | None = None) -> dict[str, Any]:
     if config.out:
         write_json(config.out, result)
     return result
-
-
-def takes_split(env_id: str) -> bool:
-    """Whether a world knows splits: whether its class has a setting of that name."""
-    import inspect
-
-    import gymnasium as gym
-    from gymnasium.envs.registration import load_env_creator
-
-    entry = gym.spec(env_id).entry_point
-    creator = load_env_creator(entry) if isinstance(entry, str) else entry
-    return creator is not None and "split" in inspect.signature(creator).parameters

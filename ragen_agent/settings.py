@@ -1,5 +1,6 @@
 """Settings that the commands share: which model plays which world, and how both are set up."""
 
+import inspect
 import json
 import os
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import gymnasium as gym
 import torch
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import Error as GymError
 
 from ragen_agent.backends import HFBackend, Sampling
@@ -50,7 +52,10 @@ class Play:
 
     def start(self) -> Pretrained:
         """Set up torch and load the model, with the prompt that the flags ask for. Raises `ValueError` for what is unknown."""
-        check_env(self.env)
+        known = env_settings(self.env)
+        for name in pairs(self.env_args):
+            if name not in known:
+                raise ValueError(f"{self.env} has no setting {name!r}; known: {', '.join(known)}")
         torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
         device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         model, tokenizer, prompt = load(self.model, device, self.dtype)
@@ -83,12 +88,16 @@ def pairs(texts: tuple[str, ...]) -> dict[str, Any]:
     return made
 
 
-def check_env(env_id: str) -> None:
-    """Raise `ValueError` naming the known worlds unless Gymnasium knows this id."""
+def env_settings(env_id: str) -> list[str]:
+    """The names of a world's settings, its base classes' included. Raises `ValueError` naming the known worlds for an unknown id."""
     import ragen_envs  # registers the games
 
     try:
-        gym.spec(env_id)
+        entry = gym.spec(env_id).entry_point
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
     except (GymError, ImportError) as error:
         known = ", ".join(ragen_envs.IDS)
         raise ValueError(f"no world {env_id!r} ({error}); known: {known}, or module:id for one of yours") from error
+    classes = creator.__mro__ if isinstance(creator, type) else [creator]
+    named = [p for c in classes if c is not object for p in inspect.signature(c).parameters.values()]
+    return list(dict.fromkeys(p.name for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)))

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from ragen_agent.batch import Batch, collate
 from ragen_agent.chat import Chat
-from ragen_agent.evaluate import FIRST_SEED, evaluate, takes_split
+from ragen_agent.evaluate import FIRST_SEED, evaluate
 from ragen_agent.metrics import summarise
 from ragen_agent.model import score
 from ragen_agent.policies import TeacherPolicy
 from ragen_agent.pretrained import save
 from ragen_agent.records import append
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play
+from ragen_agent.settings import Play, env_settings
 from ragen_agent.updates import micro_batches, optimizer_of, schedule
 
 FIRST_LESSON = 1_000_000  # the teacher's levels; training by reward starts at 10,000
@@ -66,10 +66,12 @@ def lessons(config: Teach, chat: Chat, prompt: Any, **settings: Any) -> Batch:
 def run(config: Teach, console: Console | None = None) -> dict[str, float]:
     """The command: play the lessons, fine-tune, evaluate on held-out levels, save; returns the evaluation's numbers."""
     console = console or Console()
+    settings = config.world()
+    if settings.get("split", "train") != "train" or "levels" in settings:
+        raise ValueError("the exact player teaches on the train split only: held-out boards would not be held out any more")
     pretrained = config.start()
     model, tokenizer, prompt = pretrained
     torch.manual_seed(config.seed)
-    settings = config.world()
     began = time.monotonic()
     batch = lessons(config, Chat(tokenizer, prompt.prefix), prompt, **settings)
     console.print(f"{len(batch)} lessons of {config.env}, {batch.tokens} tokens to learn, in {time.monotonic() - began:.0f} s")
@@ -99,7 +101,7 @@ def run(config: Teach, console: Console | None = None) -> dict[str, float]:
             if step % max(1, updates // 20) == 0:
                 console.print(f"update {step}/{updates}  loss {loss:.4f}  gradient {norm:.2f}  {row['seconds']:.0f} s")
     save(config.out, pretrained)
-    held_out = config.world(split="val" if takes_split(config.env) else None)
+    held_out = config.world(split="val" if "split" in env_settings(config.env) else None)
     seeds = range(FIRST_SEED, FIRST_SEED + config.eval_episodes)
     result = summarise(evaluate(config.env, config.policy(pretrained, config.eval_temperature), seeds, **held_out))
     low, high = result["success_low"], result["success_high"]

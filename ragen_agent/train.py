@@ -17,14 +17,14 @@ from ragen_agent.batch import Batch, collate
 from ragen_agent.checkpoint import latest, number
 from ragen_agent.checkpoint import save as save_checkpoint
 from ragen_agent.display import Display
-from ragen_agent.evaluate import FIRST_SEED, baselines, evaluate, takes_split, versions
+from ragen_agent.evaluate import FIRST_SEED, baselines, evaluate, versions
 from ragen_agent.filters import uncertain
 from ragen_agent.metrics import summarise
 from ragen_agent.policies import LLMPolicy
 from ragen_agent.pretrained import Pretrained, load, save
 from ragen_agent.records import append, to_row, truncate, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, pairs
+from ragen_agent.settings import Play, env_settings, pairs
 from ragen_agent.types import Trajectory
 from ragen_agent.updates import micro_batches, optimizer_of
 
@@ -181,7 +181,7 @@ def eval_seeds(config: Train) -> range:
 
 def held_out_settings(config: Train) -> dict[str, Any]:
     """The world's settings for evaluation: held-out boards, all else as in training."""
-    split = config.eval_split if not config.eval_levels and takes_split(config.env) else None
+    split = config.eval_split if not config.eval_levels and "split" in env_settings(config.env) else None
     return config.world(split=split, levels=config.eval_levels)
 
 

@@ -180,9 +180,8 @@ def lake_values(transitions: np.ndarray, goal: int, moves: int, per_turn: int = 
             wins = top > values[turn, left] + 1e-11
             for table, entry in ((values, top), (lengths, length), (codes, best)):
                 table[turn, left] = np.where(wins, entry, table[turn, left])
-            if length == 1:  # where each move has a turn, looking after each is at least as good
-                fewest = max(0, turn + 1 - per_turn)
-                worth = worth[fewest:]
+            if length == 1:  # with turns to spare afterwards, a shorter sequence and one look more is at least as good
+                worth, fewest = worth[turn - 1 :], turn - 1
     return LakeTable(values, lengths, codes)
 
 

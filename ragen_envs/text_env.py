@@ -1,17 +1,15 @@
 """A game played in words: turns of several moves, budgets, penalties, frames and views, written once for every world."""
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 
-SEPARATOR = "||"
+from ragen_envs.spaces import SEPARATOR, Answers, Words
+
 VIEWS = ("grid", "compact", "coord", "grid_coord")
 RENDER_MODES = ("ansi", "rgb_array")
-_TEXT = "".join(chr(c) for c in range(32, 127)) + "\n"
 
 
 def one_of(what: str, value: object, known: Iterable[object]) -> None:
@@ -28,32 +26,6 @@ class Tile(NamedTuple):
     symbol: str
     meaning: str  # "" leaves the tile out of the legend
     heading: str = ""  # "" leaves the tile out of the coordinate views
-
-
-class Answers(spaces.Text):
-    """Every string is an answer (the env judges it); samples are legal answers of one to `most` moves."""
-
-    def __init__(self, moves: Sequence[str], most: int, seed: int | np.random.Generator | None = None):
-        """Answers sampled from `moves`, one to `most` of them."""
-        self.moves, self.most = tuple(moves), most
-        super().__init__(max_length=sys.maxsize, min_length=0, charset=_TEXT, seed=seed)
-
-    def contains(self, x: Any) -> bool:
-        """True for any string at all: an LLM's answer is never outside the space, only good or bad."""
-        return isinstance(x, str)
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A uniformly drawn number of uniformly drawn moves, e.g. "Up || Left"."""
-        count = int(self.np_random.integers(1, self.most + 1))
-        return f" {SEPARATOR} ".join(self.moves[int(self.np_random.integers(len(self.moves)))] for _ in range(count))
-
-    def __eq__(self, other: object) -> bool:
-        """Equal when the moves and the number of them are."""
-        return isinstance(other, Answers) and (self.moves, self.most) == (other.moves, other.most)
-
-    def __repr__(self) -> str:
-        """Answers with their moves, not with a charset of a hundred characters."""
-        return f"Answers({self.moves}, most={self.most})"
 
 
 class TextEnv(gym.Env[str, str]):
@@ -109,14 +81,15 @@ class TextEnv(gym.Env[str, str]):
                 raise ValueError(f"{name} is at least 1, not {budget}")
         symbols = vocab if vocab is not None else "".join(tile.symbol for tile in self.tiles)
         if len(symbols) != len(self.tiles) or len(set(symbols)) != len(symbols) or any(s.isspace() for s in symbols):
-            raise ValueError(f"vocab {vocab!r} needs {len(self.tiles)} different visible symbols, for: {', '.join(t.name for t in self.tiles)}")
+            names = ", ".join(tile.name for tile in self.tiles)
+            raise ValueError(f"vocab {vocab!r} needs {len(self.tiles)} different visible symbols, for: {names}")
         self.symbols, self.view, self.hints, self.render_mode = symbols, view, hints, render_mode
         self.moves_per_turn, self.moves_per_episode, self.turns_per_episode = moves_per_turn, moves_per_episode, turns_per_episode
         self.format_penalty = format_penalty
         self.actions, self.shape = list(actions), shape
         rows, columns = shape
         length = 4 * rows * columns + (200 + 12 * rows * columns if "coord" in view else 0)
-        self.observation_space = spaces.Text(text_length or length, min_length=0, charset=frozenset(_TEXT) | frozenset(symbols))
+        self.observation_space = Words(text_length or length, symbols)
         self.action_space = Answers(words or self.actions, moves_per_turn)
 
     # -- what a game writes ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn, tensor
 
 from ragen_agent.algos import ALGOS, ARPO, BRPO, GRPO, PPO, DrGRPO, StarPO, Totals, combine, find
+from ragen_agent.algos.starpo import written
 from ragen_agent.batch import Batch
 from ragen_agent.model import score
 from tests.parts import BigramLM, tiny
@@ -188,13 +189,15 @@ ADVANTAGES = [
 def test_advantages_by_hand(kind, settings, wanted):
     data = copy.deepcopy(PAIRS)
     kind(policy(), **settings).prepare(data)
-    torch.testing.assert_close(data.advantage, (tensor(wanted)[:, None] * data.sampled).to(data.advantage.dtype), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        written(data, "advantage"), (tensor(wanted)[:, None] * data.sampled).to(written(data, "advantage").dtype), atol=1e-6, rtol=0
+    )
 
 
 def test_asymmetric_clamp_of_brpo():
     data = batch_of([(i, ".0") for i in range(16)], [0.0] * 15 + [1.0], [0] * 16)
     BRPO(policy(), clamp_low=-1.0, clamp_high=3.0).prepare(data)
-    torch.testing.assert_close(data.advantage[:, 1], tensor([-0.249999] * 15 + [3.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(written(data, "advantage")[:, 1], tensor([-0.249999] * 15 + [3.0]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [ARPO, BRPO, GRPO, DrGRPO])
@@ -210,7 +213,7 @@ def test_an_episode_of_many_rows_counts_once(kind):
         agent.prepare(data)
         grads.append(gradient(agent, data, [list(range(len(data)))])[0])
         assert Totals.of(data).episodes == 4 and Totals.of(data).length.tolist() == [5, 1, 2, 1]
-    standing = [x.advantage[x.sampled].tolist() for x in (one, cut)]
+    standing = [written(x, "advantage")[x.sampled].tolist() for x in (one, cut)]
     assert standing[0] == standing[1]
     torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
     assert grads[0].abs().max() > 1e-3
@@ -226,7 +229,7 @@ def test_gae_runs_through_the_rows_of_an_episode(settings):
         agent = PPO(BigramLM.of(torch.eye(3)), whiten=False, **settings)
         nn.init.constant_(agent.critic.bias, 0.5)
         agent.prepare(data)
-        found.append((data.advantage[data.sampled].tolist(), data.target[data.sampled].tolist()))
+        found.append((written(data, "advantage")[data.sampled].tolist(), written(data, "target")[data.sampled].tolist()))
     assert found[0] == found[1]
     if not settings:
         assert found[0] == ([2.5, 2.5, 1.5, 1.5, 0.5, -0.5], [3, 3, 2, 2, 1, 0])
@@ -236,8 +239,8 @@ def test_rewards_less_the_kl_to_the_reference():
     data = batch_of([(0, ".00")], [1], [0])
     agent = PPO(policy(), reference=policy(7), kl_reward=0.5, whiten=False, lam=0.0, gamma=0.0)
     agent.prepare(data)
-    k1 = (data.old - data.ref)[0, 1:]
-    torch.testing.assert_close(data.advantage[0, 1:], tensor([0.0, 1.0]) - 0.5 * k1, atol=1e-12, rtol=0)
+    k1 = (written(data, "old") - written(data, "ref"))[0, 1:]
+    torch.testing.assert_close(written(data, "advantage")[0, 1:], tensor([0.0, 1.0]) - 0.5 * k1, atol=1e-12, rtol=0)
 
 
 # ---- logprobs, entropy and the loss by hand ----
@@ -249,7 +252,7 @@ def test_old_is_the_choice_given_what_came_before():
     data = batch_of([(0, ".000")], [1], [0])
     data.ids = tensor([[0, 1, 2, 2]])
     ARPO(BigramLM.of(TABLE.log())).prepare(data)
-    torch.testing.assert_close(data.old[0].exp(), tensor([1, 0.2, 0.3, 0.5]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(written(data, "old")[0].exp(), tensor([1, 0.2, 0.3, 0.5]), atol=1e-6, rtol=0)
 
 
 def test_the_critic_sees_the_state_before_the_choice():
@@ -260,7 +263,7 @@ def test_the_critic_sees_the_state_before_the_choice():
     with torch.no_grad():
         agent.critic.weight.copy_(tensor([[1.0, 0, 0]]))
     agent.prepare(data)
-    torch.testing.assert_close(data.value[0, 1:], tensor([1.7, 1.1, 1.25]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(written(data, "value")[0, 1:], tensor([1.7, 1.1, 1.25]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("temperature", "wanted"), [(0.5, -0.142932), (1.0, -0.407606), (0.0, -0.407606)])
@@ -271,8 +274,8 @@ def test_every_pass_has_the_temperature_of_the_sampler(temperature, wanted):
     data.logprob = tensor([[0.0, wanted]])
     agent = ARPO(BigramLM.of(logits), reference=BigramLM.of(logits), kl_coef=1.0, temperature=temperature)
     notes = agent.prepare(data)
-    torch.testing.assert_close(data.old[0, 1], tensor(wanted), atol=1e-6, rtol=0)
-    assert torch.equal(data.old, data.ref) and notes["sampler_gap_max"] < 1e-6
+    torch.testing.assert_close(written(data, "old")[0, 1], tensor(wanted), atol=1e-6, rtol=0)
+    assert torch.equal(written(data, "old"), written(data, "ref")) and notes["sampler_gap_max"] < 1e-6
     _, metrics = agent(data)
     assert metrics["ratio_max"] == 1 and metrics["kl"] == 0
     data.old = tensor([[0.0, -0.142932]])  # forgetting the temperature in one of the two
@@ -313,7 +316,7 @@ def test_importance_weight_of_the_sampler_is_capped():
     data = batch_of([(0, ".00")], [1], [0])
     agent = ARPO(policy(), sampler_cap=2.0)
     agent.prepare(data)
-    data.logprob = data.old - tensor([[0, math.log(1.5), 5]])
+    data.logprob = written(data, "old") - tensor([[0, math.log(1.5), 5]])
     assert agent(data)[1]["pg_loss"].item() == pytest.approx(-(1.5 + 2) / 2, abs=1e-6)
 
 
@@ -360,7 +363,7 @@ def test_flat_and_token_less_batches_are_harmless(kind, settings):
     for data in (flat, none):
         agent = algo(kind, settings)
         assert all(map(math.isfinite, agent.prepare(data).values()))
-        assert kind is ARPO or kind is PPO or not data.advantage.any()
+        assert kind is ARPO or kind is PPO or not written(data, "advantage").any()
         grads, metrics = gradient(agent, data, [list(range(len(data)))])
         assert grads.isfinite().all() and all(map(math.isfinite, metrics.values()))
 
@@ -395,7 +398,8 @@ def test_state_dict_round_trip(kind, settings):
     one, two, data = moved(algo(kind, settings)), algo(kind, settings, seed=5), batch()
     two.load_state_dict(one.state_dict())
     one.prepare(data)
-    moved(one), moved(two)
+    moved(one)
+    moved(two)
     first, second = gradient(one, data, WHOLE), gradient(two, data, WHOLE)
     assert torch.equal(first[0], second[0]) and first[1] == second[1]
 
@@ -467,7 +471,7 @@ class Sign(StarPO):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     agent, data = find("my_algo_file:Sign")(policy(), scale=2.0), batch()
     agent.prepare(data)
-    assert data.advantage[0].tolist() == [0, 0, 2, 2, 0, 2, 2, 0, 0, 0, 0]
+    assert written(data, "advantage")[0].tolist() == [0, 0, 2, 2, 0, 2, 2, 0, 0, 0, 0]
     with pytest.raises(ValueError, match="Sign"):
         find("my_algo_file:Sing")
 
@@ -502,7 +506,7 @@ def test_gradient_is_the_same_for_two_processes(tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for (kind, settings), one, two in zip(CASES, *ranks, strict=True):
         agent, data = algo(kind, settings), batch()
-        data.group = tensor([0, 0, 0, 0, 1, 1])
+        data.group = tensor([0, 0, 0, 1, 2, 2])  # a group belongs to the process that played it
         agent.prepare(data)
         moved(agent)
         torch.testing.assert_close((one + two) / 2, gradient(agent, data, WHOLE)[0], atol=1e-6, rtol=0)

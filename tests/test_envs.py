@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,18 +18,20 @@ from gymnasium.utils.env_checker import check_env
 
 from ragen_envs import IDS
 
+make: Any = gym.make  # whose type hints know neither our worlds nor their settings
+make_vec: Any = gym.make_vec
 every_id = pytest.mark.parametrize("env_id", IDS)
 boards = pytest.mark.parametrize("env_id", [name for name in IDS if "Bandit" not in name])
 CHANCE = [name for name in IDS if "Bandit" in name or ("Lake" in name and "NoSlip" not in name)]
 HOSTILE = (
     "", " ", "\n", "||", "|| || ||", "|", "\x00", "\u2028", "\ud800", "Up" * 1000, "a||" * 5000, "Ｕｐ", "Uр", "<|im_end|>", "Up, Up",
-    "<think>Push it. 🚀\nThen left.</think><answer>Up || Left</answer><|im_end|>", "up || UP || nonsense || Right\n|| 左", "None", "0", "-1",
+    "<think>Push it. 🚀\nThen left.</think><answer>Up || Left</answer><|im_end|>", "up || UP || nonsense || Right\n|| 左", "None", "0",
 )  # fmt: skip
 
 
 def transcript(env_id, seed=3, luck=2, steps=50, before_step=lambda: None):
     """All that `steps` turns of random play say, as JSON; an episode that ends is followed by one from `reset()` without a seed."""
-    env = gym.make(env_id)
+    env = make(env_id)
     player = random.Random(env_id)
     said: list = [env.reset(seed=seed, options={"luck": luck})]
     for _ in range(steps):
@@ -47,18 +50,18 @@ def transcript(env_id, seed=3, luck=2, steps=50, before_step=lambda: None):
 def test_gymnasiums_own_check_passes_without_a_warning(env_id):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_env(gym.make(env_id).unwrapped)
+        check_env(make(env_id).unwrapped)
 
 
 @every_id
 def test_the_package_can_be_imported_by_make(env_id):
-    assert gym.make(f"ragen_envs:{env_id}").reset(seed=1) == gym.make(env_id).reset(seed=1)
+    assert make(f"ragen_envs:{env_id}").reset(seed=1) == make(env_id).reset(seed=1)
 
 
 @every_id
 @pytest.mark.parametrize("seed", [0, 1])
 def test_spaces_contain_whatever_is_said_and_heard(env_id, seed):
-    env = gym.make(env_id, disable_env_checker=True)
+    env = make(env_id, disable_env_checker=True)
     env.action_space.seed(seed)
     observation, info = env.reset(seed=seed)
     ends = 0
@@ -85,9 +88,9 @@ def test_spaces_contain_whatever_is_said_and_heard(env_id, seed):
 def test_vectors_say_what_single_envs_say(env_id):
     said = []
     for mode in ("sync", "async"):
-        envs = gym.make_vec(env_id, num_envs=3, vectorization_mode=mode)
+        envs = make_vec(env_id, num_envs=3, vectorization_mode=mode)
         first, info = envs.reset(seed=[5, 6, 5])
-        assert first == tuple(gym.make(env_id).reset(seed=seed)[0] for seed in (5, 6, 5))
+        assert first == tuple(make(env_id).reset(seed=seed)[0] for seed in (5, 6, 5))
         action = info["actions"][0][-1]
         said.append([first, *[envs.step((action, "nonsense", action))[0] for _ in range(4)]])
         assert all(envs.observation_space.contains(observation) for observation in said[-1])
@@ -121,7 +124,7 @@ def test_twins_agree_for_50_turns_anywhere(env_id, elsewhere):
     assert [there[env_id] for there in elsewhere] == [here, here]
     with ThreadPoolExecutor(2) as pool:
         assert [thread.result() for thread in [pool.submit(transcript, env_id) for _ in range(2)]] == [here, here]
-    other = gym.make(env_id)
+    other = make(env_id)
     assert transcript(env_id, before_step=lambda: other.reset(seed=9)) == here  # another env played in between
     assert transcript(env_id, seed=4) != here
 
@@ -140,7 +143,7 @@ def test_no_global_random_state_is_read_or_written(env_id):
 
 @every_id
 def test_a_group_shares_its_level_and_not_its_luck(env_id):
-    env = gym.make(env_id, hints=True)
+    env = make(env_id, hints=True)
     differed = 0
     for seed in range(6):
         starts, ends = set(), set()
@@ -157,7 +160,7 @@ def test_a_group_shares_its_level_and_not_its_luck(env_id):
 
 @every_id
 def test_seeds_and_resets_without_one(env_id):
-    env = gym.make(env_id)
+    env = make(env_id)
     three = [env.reset(seed=11)[0], env.reset()[0], env.reset()[0]]
     assert [env.reset(seed=11)[0], env.reset()[0], env.reset()[0]] == three
     starts = {env.reset(seed=seed)[0] for seed in range(50)}
@@ -172,7 +175,7 @@ WRAPPED = {
     "TimeLimit": lambda env: wrappers.TimeLimit(env, 3),
     "Autoreset": wrappers.Autoreset,
     "RecordEpisodeStatistics": wrappers.RecordEpisodeStatistics,
-    "TransformReward": lambda env: wrappers.TransformReward(env, lambda reward: 2 * reward),
+    "TransformReward": lambda env: wrappers.TransformReward(env, lambda reward: 2 * float(reward)),
     "all of them": lambda env: wrappers.RecordEpisodeStatistics(wrappers.Autoreset(wrappers.TimeLimit(env, 3))),
 }
 
@@ -181,27 +184,27 @@ WRAPPED = {
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_no_wrapper_swallows_the_seed_or_the_luck(env_id, wrapper):
     def start(seed, luck):
-        observation, info = WRAPPED[wrapper](gym.make(env_id)).reset(seed=seed, options={"luck": luck})
+        observation, info = WRAPPED[wrapper](make(env_id)).reset(seed=seed, options={"luck": luck})
         assert (info["seed"], info["luck"]) == (seed, luck)
         return observation
 
-    assert {start(5, luck) for luck in range(8)} == {gym.make(env_id).unwrapped.reset(seed=5)[0]}
+    assert {start(5, luck) for luck in range(8)} == {make(env_id).unwrapped.reset(seed=5)[0]}
     assert len({start(seed, 0) for seed in range(8)}) >= 7
 
 
 @boards
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_no_vector_swallows_the_seed(env_id, mode):
-    envs = gym.make_vec(env_id, num_envs=8, vectorization_mode=mode)
+    envs = make_vec(env_id, num_envs=8, vectorization_mode=mode)
     assert len(set(envs.reset(seed=[5] * 8)[0])) == 1
     assert len(set(envs.reset(seed=list(range(8)))[0])) >= 7
-    assert envs.reset(seed=7)[0] == tuple(gym.make(env_id).reset(seed=seed)[0] for seed in range(7, 15))
+    assert envs.reset(seed=7)[0] == tuple(make(env_id).reset(seed=seed)[0] for seed in range(7, 15))
     envs.close()
 
 
 @every_id
 def test_a_pickled_env_plays_on_as_the_other(env_id):
-    env = gym.make(env_id)
+    env = make(env_id)
     _, info = env.reset(seed=8, options={"luck": 3})
     if "Bandit" not in env_id:
         env.step(info["actions"][1])
@@ -217,7 +220,7 @@ def test_a_pickled_env_plays_on_as_the_other(env_id):
 @every_id
 @pytest.mark.parametrize("penalty", [-0.1, -0.25])
 def test_a_malformed_turn_costs_the_penalty_once(env_id, penalty):
-    env = gym.make(env_id, format_penalty=penalty)
+    env = make(env_id, format_penalty=penalty)
     for bad in ("", "nonsense", "nonsense || more || of it", " || ", "\ud800🚀"):
         before = env.reset(seed=2)
         after, reward, terminated, _, info = env.step(bad)
@@ -228,7 +231,7 @@ def test_a_malformed_turn_costs_the_penalty_once(env_id, penalty):
 
 @every_id
 def test_unknown_parts_are_dropped_and_the_rest_is_played(env_id):
-    clean, mixed = gym.make(env_id), gym.make(env_id)
+    clean, mixed = make(env_id), make(env_id)
     actions = clean.reset(seed=2)[1]["actions"]
     mixed.reset(seed=2)
     _, reward, *_, one = clean.step(actions[0])
@@ -241,7 +244,7 @@ def test_unknown_parts_are_dropped_and_the_rest_is_played(env_id):
 @every_id
 @pytest.mark.parametrize("write", [str.lower, str.upper, lambda name: f" \t{name}\n", lambda name: f"{name.swapcase()} ||"])
 def test_moves_are_known_whatever_their_case_and_the_space_around_them(env_id, write):
-    env = gym.make(env_id)
+    env = make(env_id)
     for number, name in enumerate(env.reset(seed=2)[1]["actions"]):
         env.reset(seed=2)
         info = env.step(write(name))[4]
@@ -253,7 +256,7 @@ CORRIDORS = {"Sokoban": "########\n#@ $  .#\n########", "Lake": "SFFF\nFFFF\nFFF
 
 def corridor(env_id, **settings):
     """An env that plays a level in which Left changes nothing for as long as you like."""
-    env = gym.make(env_id, **settings, levels=[CORRIDORS["Lake" if "Lake" in env_id else "Sokoban"]])
+    env = make(env_id, **settings, levels=[CORRIDORS["Lake" if "Lake" in env_id else "Sokoban"]])
     return env, env.reset(seed=0)[1]
 
 
@@ -283,7 +286,7 @@ def test_an_episode_solved_in_its_last_turn_is_not_truncated(env_id):
     level = "#####\n#@$.#\n#####" if "Sokoban" in env_id else "SG\nFF"
     for budgets in ({"turns_per_episode": 1}, {"moves_per_episode": 1}):
         for luck in range(20):
-            env = gym.make(env_id, levels=[level], **budgets)
+            env = make(env_id, levels=[level], **budgets)
             env.reset(seed=0, options={"luck": luck})
             _, reward, terminated, truncated, info = env.step("Right")
             if info["success"]:
@@ -297,45 +300,38 @@ def test_an_episode_solved_in_its_last_turn_is_not_truncated(env_id):
 
 @every_id
 def test_the_rules_tell_the_budgets_and_moves_of_this_very_env(env_id):
-    for settings, words in (
-        (
-            {},
-            ["up to 1 action in a turn", "up to 1 in all", "within 1 turn"]
-            if "Bandit" in env_id
-            else ["5 actions", "10 in all", "5 turns"],
-        ),
-        (
-            {"moves_per_turn": 3, "moves_per_episode": 17, "turns_per_episode": 7},
-            ["up to 3 actions in a turn", "17 in all", "within 7 turns"],
-        ),
-    ):
-        _, info = gym.make(env_id, **settings).reset(seed=1)
+    own = ["up to 5 actions in a turn", "up to 10 in all", "within 5 turns"]
+    if "Bandit" in env_id:
+        own = ["up to 1 action in a turn", "up to 1 in all", "within 1 turn"]
+    other = {"moves_per_turn": 3, "moves_per_episode": 17, "turns_per_episode": 7}
+    for settings, words in (({}, own), (other, ["up to 3 actions in a turn", "up to 17 in all", "within 7 turns"])):
+        _, info = make(env_id, **settings).reset(seed=1)
         assert all(part in info["rules"] for part in words)
         assert f"Your available actions are: {', '.join(info['actions'])}." in info["rules"]
-    assert "turns" not in gym.make(env_id, turns_per_episode=None).reset(seed=1)[1]["rules"].splitlines()[-1]
+    assert "turns" not in make(env_id, turns_per_episode=None).reset(seed=1)[1]["rules"].splitlines()[-1]
 
 
 @boards
 def test_the_legend_and_the_bounds_are_those_of_this_very_env(env_id):
-    world = gym.make(env_id).unwrapped
+    world = make(env_id).unwrapped
     symbols = "qwertzu"[: len(world.tiles)]
-    board, info = gym.make(env_id, vocab=symbols, view="grid").reset(seed=1)
+    board, info = make(env_id, vocab=symbols, view="grid").reset(seed=1)
     for symbol, tile in zip(symbols, world.tiles, strict=True):
         assert f"{symbol} {tile.meaning}" in info["rules"]
     assert set(board) <= set(symbols) | set(" \n")
     size = 7 if "Lake" in env_id else (5, 7)
     for view in ("coord", "grid_coord"):
-        text, info = gym.make(env_id, size=size, view=view).reset(seed=1)
+        text, info = make(env_id, size=size, view=view).reset(seed=1)
         rows = 7 if "Lake" in env_id else 5
         assert f"({rows - 1}, 6)" in info["rules"] and f"Board size: {rows} rows x 7 columns" in text
         assert ("The meaning of each symbol" in info["rules"]) == (view == "grid_coord")
-    assert "Coordinates" not in gym.make(env_id, view="grid").reset(seed=1)[1]["rules"]
+    assert "Coordinates" not in make(env_id, view="grid").reset(seed=1)[1]["rules"]
 
 
 @boards
 def test_a_cell_is_one_word_unless_asked_otherwise(env_id):
-    spaced, info = gym.make(env_id, view="grid").reset(seed=1)
-    compact = gym.make(env_id, view="compact").reset(seed=1)[0]
+    spaced, info = make(env_id, view="grid").reset(seed=1)
+    compact = make(env_id, view="compact").reset(seed=1)[0]
     assert spaced.replace(" ", "") == compact
     assert [len(line.split()) for line in spaced.splitlines()] == [len(row) for row in info["frames"][0]]
 
@@ -343,12 +339,12 @@ def test_a_cell_is_one_word_unless_asked_otherwise(env_id):
 @every_id
 def test_unknown_settings_and_options_are_errors_that_name_the_known_ones(env_id):
     with pytest.raises(TypeError, match="speling"):
-        gym.make(env_id, speling=1)
+        make(env_id, speling=1)
     with pytest.raises(ValueError, match="unknown view 'pixels'; known: grid, compact, coord, grid_coord"):
-        gym.make(env_id, view="pixels")
+        make(env_id, view="pixels")
     with pytest.raises(ValueError, match="known: train, val, test"):
-        gym.make(env_id, **{"reverse": False} if "Bandit" in env_id else {}, split="dev")
-    env = gym.make(env_id)
+        make(env_id, **{"reverse": False} if "Bandit" in env_id else {}, split="dev")
+    env = make(env_id)
     with pytest.raises(ValueError, match="unknown reset option 'lukc'; known: luck, level"):
         env.reset(seed=1, options={"lukc": 3})
     for luck in (-1, 1.5, "3", True):
@@ -358,13 +354,13 @@ def test_unknown_settings_and_options_are_errors_that_name_the_known_ones(env_id
         env.reset(seed=1, options={"level": 3})
     for budget in ("moves_per_turn", "moves_per_episode", "turns_per_episode"):
         with pytest.raises(ValueError, match=f"{budget} is at least 1"):
-            gym.make(env_id, **{budget: 0})
+            make(env_id, **{budget: 0})
 
 
 @every_id
 def test_the_exact_player_is_shown_on_request_only(env_id):
-    assert "plan" not in gym.make(env_id).reset(seed=1)[1]
-    env = gym.make(env_id, hints=True)
+    assert "plan" not in make(env_id).reset(seed=1)[1]
+    env = make(env_id, hints=True)
     _, info = env.reset(seed=1)
     ended = False
     while not ended:

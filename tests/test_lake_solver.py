@@ -96,7 +96,7 @@ def figures(pack: str, intended: float) -> tuple[np.ndarray, np.ndarray]:
     [
         ("ragen/lake-p80", 1 / 3, 21.2, 48.4, 48.3),
         ("ragen/lake-p90", 1 / 3, 24.6, 55.5, 55.1),
-        ("ragen/lake-p90", 0.8, 24.6, 95.0, 94.4),
+        ("ragen/lake-p90", 0.8, 24.6, 94.9, 94.4),
         ("ragen/lake-p90", 1.0, 24.6, 100.0, 100.0),
     ],
 )

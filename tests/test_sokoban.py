@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -56,7 +57,7 @@ def play(level, *turns, **settings):
 ROOM = "#######\n#     #\n#  @  #\n#    $#\n#    .#\n#######"
 
 
-@pytest.mark.parametrize(("move", "step"), zip(NAMES, STEPS, strict=True))
+@pytest.mark.parametrize(("move", "step"), list(zip(NAMES, STEPS, strict=True)))
 def test_moves_go_where_their_names_say(move, step):
     env = Sokoban(levels=[ROOM])
     _, info = env.reset(seed=0)
@@ -167,9 +168,9 @@ CONFIGS = {  # name -> (size, boxes, search_depth, split, seeds)
 def test_every_generated_board_is_sound(name):
     size, boxes, depth, split, seeds = CONFIGS[name]
     for seed in range(seeds):
-        started = time.perf_counter()
+        started = time.process_time()
         rows = generate(seed, size, boxes, depth, split)
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
         assert (len(rows), len(rows[0])) == size
         count = Counter("".join(rows))
         assert count["@"] + count["+"] == 1
@@ -191,18 +192,18 @@ IMPOSSIBLE = [((3, 3), 5), ((3, 3), 1), ((4, 4), 1), ((2, 9), 1), ((5, 5), 4), (
 @pytest.mark.parametrize(("size", "boxes"), IMPOSSIBLE)
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_impossible_boards_are_a_quick_error(size, boxes, split):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ValueError, match="box"):
         Sokoban(size=size, boxes=boxes, split=split).reset(seed=0)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_a_split_without_boards_is_a_quick_error_that_says_so():
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ValueError, match="split 'val' among 1000: .*split=None takes all"):
         for split in ("train", "val"):  # there is one 3x5 board
             Sokoban(size=(3, 5), split=split).reset(seed=0)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_levels_differ_between_seeds_and_between_resets():
@@ -309,6 +310,7 @@ def test_a_dead_board_still_gets_a_legal_move_every_turn():
 
 def test_the_exact_player_knows_the_budgets():
     corridor = "#########\n#@ $   .#\n#########"  # five moves
-    for budgets, solvable in (({}, True), ({"moves_per_episode": 4}, False), ({"moves_per_turn": 2, "turns_per_episode": 2}, False)):
+    short: list[dict[str, Any]] = [{"moves_per_episode": 4}, {"moves_per_turn": 2, "turns_per_episode": 2}]
+    for budgets in ({"moves_per_episode": 5}, *short):
         _, info = Sokoban(levels=[corridor], hints=True, **budgets).reset(seed=0)
-        assert (info["plan"] == ["Right"] * 5) == solvable
+        assert (info["plan"] == ["Right"] * 5) == (budgets not in short)

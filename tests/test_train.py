@@ -1,0 +1,184 @@
+"""Training from the command down: resume bit for bit after a kill, errors that name the known, what a run leaves (K01)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragen_agent import cli, records, teach, train
+from ragen_agent.checkpoint import latest, number
+from ragen_agent.pretrained import Pretrained, save
+from ragen_agent.prompts import Prompt
+from tests import parts
+
+TIMED = ("seconds", "seconds_play", "seconds_learn", "tokens_per_second")
+SMALL = {"groups": 2, "group_size": 3, "minibatch": 3, "max_tokens": 8, "eval_episodes": 4, "save_every": 1, "threads": 1, "lr": 1e-2}
+SMALL |= {"env_args": ("turns_per_episode=2",), "grad_clip": 0.5}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a tiny random model that speaks bytes."""
+    folder = tmp_path / "model"
+    save(folder, Pretrained(parts.tiny("llama"), parts.byte_tokenizer(), Prompt(style="brief")))
+    return str(folder)
+
+
+def weights(run):
+    folder = latest(run)
+    assert folder is not None
+    return torch.load(folder / "training.pt", weights_only=True)
+
+
+def rows(run):
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in records.read(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("algo", ["GRPO", "PPO"])
+def test_six_steps_are_three_and_three(tmp_path, model, algo):
+    one, two = tmp_path / "one", tmp_path / "two"
+    train.run(train.Train(model=model, algo=algo, steps=6, out=one, **SMALL))
+    train.run(train.Train(model=model, algo=algo, steps=3, out=two, **SMALL))
+    torch.manual_seed(12345)  # a new process has another global state
+    train.run(train.Train(resume=two, steps=6))
+    done, again = weights(one), weights(two)
+    assert done["algo"].keys() == again["algo"].keys()
+    assert all(torch.equal(done["algo"][name], again["algo"][name]) for name in done["algo"])
+    for a, b in zip(done["optimizer"]["state"].values(), again["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+    assert [{**row, "evaluation": 0} for row in rows(one)] == [{**row, "evaluation": 0} for row in rows(two)]
+    assert rows(one)[-1]["evaluation"] == rows(two)[-1]["evaluation"]
+
+
+def test_a_kill_at_any_moment_loses_nothing(tmp_path, model):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    train.run(train.Train(model=model, steps=5, out=straight, **SMALL))
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items() if k != "env_args"] + ["--env-args", "turns_per_episode=2"]
+    start = ["train", "--model", model, "--steps=5", f"--out={killed}", *flags]
+    resume = ["train", f"--resume={killed}"]
+    for attempt in range(8):
+        begun = (killed / "config.json").exists()
+        command = [sys.executable, "-m", "ragen_agent.cli", *(resume if begun else start)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ)
+        step = len(records.read(killed / "metrics.jsonl")) if (killed / "metrics.jsonl").exists() else 0
+        while child.poll() is None and not _beyond(killed, step):  # kill in the middle of what follows the next round
+            time.sleep(0.01)
+        time.sleep(0.013 * attempt)
+        if child.poll() is not None:
+            break
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    else:
+        pytest.fail("the run never ended")
+    assert child.returncode == 0, child.stdout.read().decode() if child.stdout else ""
+    assert attempt > 0
+    done, again = weights(straight), weights(killed)
+    assert all(torch.equal(done["algo"][name], again["algo"][name]) for name in done["algo"])
+    assert rows(straight) == rows(killed)
+
+
+def _beyond(run, step):
+    path = run / "metrics.jsonl"
+    return path.exists() and path.read_bytes().count(b"\n") > step
+
+
+def test_what_a_run_leaves(tmp_path, model):
+    out = tmp_path / "run"
+    results = train.run(train.Train(model=model, steps=2, out=out, keep_checkpoints=1, **SMALL))
+    assert set(results) == {"random", "exact", "before", "after"}
+    assert results["exact"]["success"] == 1.0
+    folder = latest(out)
+    assert folder is not None and number(folder) == 2
+    assert len(list(out.glob("step-*"))) == 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    state = torch.load(folder / "training.pt", weights_only=True)["algo"]
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(state[f"policy.{name}"], value)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == parts.CHATML
+    assert json.loads((out / "config.json").read_text())["steps"] == 2
+    last = rows(out)[-1]
+    for name in ("success", "return", "group_std", "entropy", "grad_norm", "clip_fraction", "sampler_gap_max", "evaluation"):
+        assert name in last
+    assert last["sampler_gap_max"] < 1e-4
+    transcript = records.from_row(records.read(out / "transcripts.jsonl")[0])
+    assert transcript.turns and transcript.turns[0].reply.ids
+    assert (out / "learning.png").stat().st_size > 1000
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path, model):
+    config = train.Train(model=model, steps=1, out=tmp_path / "run", **SMALL)
+    train.run(config)
+    with pytest.raises(ValueError, match="--resume"):
+        train.run(config)
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path, model):
+    train.run(train.Train(model=model, steps=1, out=tmp_path / "run", **SMALL))
+    with pytest.raises(ValueError, match="keeps its settings.*lr"):
+        train.run(train.Train(resume=tmp_path / "run", lr=0.5))
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        train.run(train.Train(resume=tmp_path / "nowhere"))
+
+
+def test_the_uncertainty_filter_and_its_empty_set(tmp_path, model):
+    train.run(train.Train(model=model, steps=1, keep=0.5, out=tmp_path / "run", **SMALL))
+    row = rows(tmp_path / "run")[0]
+    assert row["kept"] <= 0.5
+    flat = train.Train(model=model, steps=1, keep=0.5, out=tmp_path / "flat", **{**SMALL, "group_size": 1})
+    train.run(flat)
+    assert rows(tmp_path / "flat")[0]["kept"] == 0 and "grad_norm" not in rows(tmp_path / "flat")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--env", "ragen/Chess-v0"], "ragen/Sokoban-v0"),
+        (["--model", "./nowhere"], "embedded, smollm2"),
+        (["--algo", "SAC"], "BRPO"),
+        (["--algo-args", "clip=3"], "clip_high"),
+        (["--env-args", "views=coord"], "views"),
+        (["--env-args", "view=cord"], "grid_coord"),
+        (["--env-args", "coord"], "name=value"),
+    ],
+)
+def test_what_is_unknown_names_the_known(tmp_path, model, flags, message, capsys):
+    base = ["train", "--steps", "1", "--out", str(tmp_path / "run"), "--eval-episodes", "2"]
+    base += [] if "--model" in flags else ["--model", model]
+    assert cli.main([*base, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_an_error(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--learning-rates", "1"])
+    assert stop.value.code == 2
+    assert "learning-rates" in capsys.readouterr().err
+
+
+def test_every_flag_is_documented(capsys):
+    for verb, (settings, _) in cli.VERBS.items():
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        text = capsys.readouterr().out
+        for name in settings.__dataclass_fields__:
+            assert f"--{name.replace('_', '-')}" in text, name
+
+
+def test_teaching_teaches(tmp_path, model):
+    out = tmp_path / "taught"
+    common = {"model": model, "out": out, "lessons": 24, "batch": 8, "epochs": 12, "lr": 1e-2, "eval_episodes": 4, "threads": 1}
+    teach.run(teach.Teach(**common, max_tokens=60, env_args=("moves_per_turn=1",)))
+    losses = [row["loss"] for row in records.read(out / "metrics.jsonl") if "loss" in row]
+    assert losses[-1] < 0.5 * losses[0]
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_teaching_stays_on_the_train_split():
+    with pytest.raises(ValueError, match="split"):
+        teach.run(teach.Teach(model="embedded", env_args=("split=test",)))
