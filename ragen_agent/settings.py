@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,10 +12,13 @@ import torch
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import Error as GymError
 
-from ragen_agent.backends import HFBackend, Sampling
+from ragen_agent.algos.lookup import of_file
+from ragen_agent.backends import Backend, HFBackend, Sampling
 from ragen_agent.chat import Chat
 from ragen_agent.policies import LLMPolicy
 from ragen_agent.pretrained import Pretrained, load
+
+BACKENDS: dict[str, Callable[..., Backend]] = {"hf": HFBackend}
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Play:
     """The longest context in tokens; default: what the model was built for."""
     batch_rows: int = 256
     """How many episodes are decoded at once."""
+    backend: str = "hf"
+    """What samples: "hf" (transformers), or my_file:MyBackend, a class made as MyBackend(model, batch_rows=..., context=...)."""
     device: str = "auto"
     """"auto" (cuda when there is one), "cpu", "cuda", "cuda:1", "mps"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -65,13 +71,25 @@ class Play:
     def policy(self, pretrained: Pretrained, temperature: float) -> LLMPolicy:
         """The model as a player."""
         model, tokenizer, prompt = pretrained
-        backend = HFBackend(model, self.batch_rows, self.context)
+        backend = backend_of(self.backend)(model, batch_rows=self.batch_rows, context=self.context)
         sampling = Sampling(temperature=temperature, max_tokens=self.max_tokens)
         return LLMPolicy(backend, Chat(tokenizer, prompt.prefix), prompt, sampling, self.seed, self.window)
 
     def world(self, **more: Any) -> dict[str, Any]:
         """The world's settings out of `env_args`, and `more` of them."""
         return {**pairs(self.env_args), **{name: value for name, value in more.items() if value is not None}}
+
+
+def backend_of(name: str) -> Callable[..., Backend]:
+    """A backend's class by its name. Raises `ValueError` naming the known ones."""
+    if ":" not in name:
+        if name not in BACKENDS:
+            raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}, or my_file:MyBackend")
+        return BACKENDS[name]
+    wanted, there = name.partition(":")[2], of_file(name, f"backend; known: {', '.join(BACKENDS)}")
+    if wanted not in there:
+        raise ValueError(f"no {wanted!r} in the file of backend {name!r}")
+    return there[wanted]
 
 
 def pairs(texts: tuple[str, ...]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from typing import Any
 
 from ragen_agent.algos.brpo import ARPO, BRPO
 from ragen_agent.algos.grpo import GRPO, DrGRPO
@@ -21,16 +22,21 @@ def find(name: str) -> type[StarPO]:
         if name not in ALGOS:
             raise ValueError(f"unknown algo {name!r}; known: {', '.join(ALGOS)}, or 'my_file:MyAlgo'")
         return ALGOS[name]
-    file, _, wanted = name.partition(":")
+    there = {n: x for n, x in of_file(name, f"algo; known: {', '.join(ALGOS)}").items() if isinstance(x, type) and issubclass(x, StarPO)}
+    wanted = name.partition(":")[2]
+    if wanted not in there:
+        raise ValueError(f"no StarPO class {wanted!r} for algo {name!r}; its file has: {', '.join(there) or 'none'}")
+    return there[wanted]
+
+
+def of_file(name: str, what: str) -> dict[str, Any]:
+    """What the module of "module:Name" holds; the current folder is looked in too. ValueError, saying `what`, where there is none."""
+    module = name.partition(":")[0]
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script does not look where it is called
     try:
-        module = importlib.import_module(file)
+        return vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{file}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the file is there; something that it imports is not
-        raise ValueError(f"no module {file!r} for algo {name!r}; known: {', '.join(ALGOS)}, or 'my_file:MyAlgo'") from error
-    there = {n: x for n, x in vars(module).items() if isinstance(x, type) and issubclass(x, StarPO)}
-    if wanted not in there:
-        raise ValueError(f"no StarPO class {wanted!r} in {file!r}; it has: {', '.join(there) or 'none'}")
-    return there[wanted]
+        raise ValueError(f"no module {module!r} for {name!r} as {what}, or 'my_file:Mine'") from error
