@@ -1,8 +1,10 @@
 """Settings that the commands share: which model plays which world, and how both are set up."""
 
+import ctypes
 import inspect
 import json
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -45,6 +47,8 @@ class Play:
     """The longest context in tokens; default: what the model was built for."""
     batch_rows: int = 256
     """How many episodes are decoded at once."""
+    micro_tokens: int = 2048
+    """Tokens, padding included, that an update computes at once: results do not depend on it. A GPU wants more, e.g. 32768."""
     backend: str = "hf"
     """What samples: "hf" (transformers), or my_file:MyBackend, a class made as MyBackend(model, batch_rows=..., context=...)."""
     device: str = "auto"
@@ -63,6 +67,7 @@ class Play:
             if name not in known:
                 raise ValueError(f"{self.env} has no setting {name!r}; known: {', '.join(known)}")
         torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
+        keep_memory()
         device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         model, tokenizer, prompt = load(self.model, device, self.dtype)
         asked = {"style": self.prompt, "think": self.think, "prefix": self.prefix}
@@ -78,6 +83,18 @@ class Play:
     def world(self, **more: Any) -> dict[str, Any]:
         """The world's settings out of `env_args`, and `more` of them."""
         return {**pairs(self.env_args), **{name: value for name, value in more.items() if value is not None}}
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed buffers instead of giving them back to the system.
+
+    A small model on a CPU otherwise spends most of an update on page faults: 5.3 s against 1.8 s for 16,000 tokens of the
+    embedded model on one core, with micro-batches of 2,048 tokens.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def backend_of(name: str) -> Callable[..., Backend]:

@@ -43,8 +43,6 @@ class Teach(Play):
     """The gradient's norm is cut to this."""
     spread: bool = True
     """Answer a random number of the plan's moves each turn, so that boards half-way to the goal are seen."""
-    micro_tokens: int = 16384
-    """Tokens, padding included, that are computed at once."""
     eval_episodes: int = 256
     """Levels of the val split played at the end."""
     eval_temperature: float = 0.5

@@ -61,8 +61,6 @@ class Train(Play):
     """The gradient's norm is cut to this."""
     temperature: float = 1.0
     """Sampling temperature of the rollouts, and of the trainer's log-probabilities."""
-    micro_tokens: int = 16384
-    """Tokens, padding included, that are computed at once; the gradient does not depend on it."""
     eval_every: int = 0
     """Evaluate every so many rounds, besides before and after; 0: no more."""
     eval_episodes: int = 256

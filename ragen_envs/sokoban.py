@@ -165,8 +165,7 @@ def generate(seed: int, size: tuple[int, int], boxes: int, search_depth: int = 3
 
 def _candidate(rng: np.random.Generator, size: tuple[int, int], boxes: int, depth: int) -> tuple[tuple[str, ...] | None, int]:
     """One try: the rows of a board, or None when it comes to nothing; and the states its search visited."""
-    columns = size[1]
-    free = _carve(rng, *size)
+    free, columns = _carve(rng, *size), size[1]
     floor = np.flatnonzero(free).tolist()
     if len(floor) < 2 * boxes + 1:
         return None, 1

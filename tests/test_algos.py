@@ -1,7 +1,10 @@
 """The optimizers: cutting, order and masked values never matter, the first ratio is 1, the reference is no parameter, each one learns."""
 
 import copy
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -479,6 +482,40 @@ class Sign(StarPO):
 def test_find_lists_the_known(name):
     with pytest.raises(ValueError, match="ARPO, BRPO, DrGRPO, GRPO, PPO"):
         find(name)
+
+
+# ---- the document ----
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+
+
+def test_the_optimizer_in_the_document_works():
+    names = {}
+    exec(re.findall(r"```python\n(.*?)```", DOCUMENT, re.S)[1], names)
+    data = batch()
+    agent = names["RLOO"](policy(), strength=2.0)
+    agent.prepare(data)
+    firsts = [written(data, "advantage")[i, data.sampled[i]][0].item() for i in (0, 1, 2)]
+    assert firsts == pytest.approx([2 * (1 - 0.15), 2 * (-0.1 - 0.7), 2 * (0.4 - 0.45)], abs=1e-6)
+    assert gradient(agent, data, WHOLE)[0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ALGOS.values())
+def test_every_setting_and_metric_is_in_the_document(kind):
+    data, agent = batch(), kind(policy(), reference=policy(7), kl_coef=0.1)
+    notes, (_, metrics) = agent.prepare(data), agent(data)
+    missing = [name for name in [*kind.settings(), *notes, *metrics, kind.__name__] if f"`{name}`" not in DOCUMENT]
+    assert not missing
+
+
+def test_every_recipe_in_the_document_is_accepted():
+    rows = re.findall(r"`--algo (\w+)(?: --algo-args ([^`]*?))?(?: --keep [\d.]+)?`", DOCUMENT)
+    assert len(rows) >= 8
+    for name, args in rows:
+        if name in ALGOS:
+            pairs = [pair.split("=") for pair in args.split()]
+            for key, value in pairs:
+                find(name).checked(key, value if key in StarPO.CHOICES else json.loads(value))
 
 
 # ---- several processes ----

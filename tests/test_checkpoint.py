@@ -134,6 +134,7 @@ def test_killed_at_any_moment(tmp_path):
             last = child.stdout.read().split()
         found = checkpoint.latest(tmp_path)
         assert found is not None
+        assert found == checkpoint.steps(tmp_path)[-1], "a folder got its name before it was whole"
         step = checkpoint.number(found)
         assert step >= (int(last[-1]) if last else done + 1)
         for name in ("a.bin", "b.bin", "model/c.bin"):

@@ -125,6 +125,12 @@ def test_returns_equal_but_for_rounding_are_flat():
     assert summarise([episode(1, [0.1 + 0.2], False), episode(1, [0.3], False)])["flat_groups"] == 1
 
 
+def test_groups_of_several_sizes():
+    """k is the smallest size, 2. One win in 2: 1. One win in 3: 1 - C(2,2)/C(3,2) = 2/3. Their mean is 5/6."""
+    row = summarise([episode(seed, [0.0], won) for seed, won in [(1, True), (1, False), (2, False), (2, True), (2, False)]])
+    assert row["k"] == 2 and row["pass_k"] == pytest.approx(5 / 6, abs=1e-12, rel=0)
+
+
 def test_no_episodes_is_an_error():
     with pytest.raises(ValueError, match="no episodes"):
         summarise([])

@@ -88,6 +88,18 @@ def test_rewards_by_hand(case):
     assert (terminated, truncated, info["success"]) == (solved, False, solved)
 
 
+@pytest.mark.parametrize(
+    "level", ["#####\n#@ $#\n#  .#\n#####", "######\n#.@$##\n######", "#######\n#@$$..#\n#######", "######\n#@$*.#\n######"]
+)
+def test_what_cannot_move_stays_and_the_move_still_costs(level):
+    env = Sokoban(levels=[level])
+    before, info = env.reset(seed=0)
+    stuck = "Left" if "@ $" in level else "Right"
+    after, reward, _, _, info = env.step(stuck)
+    assert (after, info["moves"], info["valid"], info["effective"], info["left"]) == (before, [stuck], True, False, 9)
+    assert reward == pytest.approx(-0.1, abs=1e-6)
+
+
 @pytest.mark.parametrize("moves", range(1, 11))
 def test_one_box_solved_in_n_moves_returns_11_minus_a_tenth_of_n(moves):
     corridor = f"#{'#' * (moves + 2)}#\n#@${' ' * (moves - 1)}.#\n#{'#' * (moves + 2)}#"
