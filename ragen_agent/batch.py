@@ -1,7 +1,8 @@
 """Trajectories become tensors: rows of tokens, the mask born with the sampled token, rewards on the last token of a turn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,18 +43,18 @@ class Batch:
         """The rows `index` (int64 or bool); per-episode fields stay whole; columns that are padding in all of them are cut."""
         real = self.real[index]
         width = int(real.any(0).nonzero().max()) + 1 if real.any() else 1
-        cut = {}
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if value is None or spec.name in ("group", "score", "truncated"):
-                cut[spec.name] = value
-            else:
-                cut[spec.name] = value[index, :width] if value.dim() == 2 else value[index]
-        return Batch(**cut)
+        part = copy(self)
+        for name, value in vars(self).items():
+            if value is not None and name not in ("group", "score", "truncated"):
+                setattr(part, name, value[index, :width] if value.dim() == 2 else value[index])
+        return part
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        return Batch(**{f.name: None if (v := getattr(self, f.name)) is None else v.to(device) for f in fields(self)})
+        moved = copy(self)
+        for name, value in vars(self).items():
+            setattr(moved, name, None if value is None else value.to(device))
+        return moved
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:

@@ -1,5 +1,6 @@
 """Words <-> ids: a conversation only ever grows at its end, and the past is never tokenised anew."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -72,30 +73,30 @@ class Chat:
         slots = [f"{SLOT}{i}" for i in range(len(contents))]
         try:
             whole = self._render(messages, opened=True)
-            frame = self._render([{"role": m["role"], "content": s} for m, s in zip(messages, slots, strict=True)], opened=True)
         except TemplateError as error:  # a template without a system role: the rules go into the first message
             if not system:
                 raise ValueError(f"the chat template cannot render a user message: {error}") from error
             return self._slotted([], f"{system}\n\n{user}")
-        return self._fill(whole, frame, dict(zip(slots, contents, strict=True)))
+        marked = [{"role": m["role"], "content": s} for m, s in zip(messages, slots, strict=True)]
+        return self._fill(whole, lambda: self._render(marked, opened=True), dict(zip(slots, contents, strict=True)))
 
     def _after_reply(self, user: str) -> str:
         talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SAID}, {"role": "user", "content": user}]
         return self._ending(self._render(talk, opened=True), "a second turn")
 
     def _tail(self, user: str) -> list[int]:
-        return self._fill(self._after_reply(user), self._after_reply(f"{SLOT}0"), {f"{SLOT}0": user})
+        return self._fill(self._after_reply(user), lambda: self._after_reply(f"{SLOT}0"), {f"{SLOT}0": user})
 
     def _ending(self, rendered: str, what: str) -> str:
         if SAID not in rendered:
             raise ValueError(f"the chat template does not keep a reply's text in {what}; it cannot be used for several turns")
         return rendered[rendered.index(SAID) + len(SAID) :]
 
-    def _fill(self, whole: str, frame: str, contents: dict[str, str]) -> list[int]:
-        """Ids of `whole`; where a content holds a control token's text, of `frame` with each content encoded by itself, plainly."""
+    def _fill(self, whole: str, frame_of: Callable[[], str], contents: dict[str, str]) -> list[int]:
+        """Ids of `whole`; where a content holds a control token's text, of the frame with each content encoded by itself, plainly."""
         if not any(control in text for text in contents.values() for control in self._controls):
             return self._tokens(whole + self.prefix)
-        ids: list[int] = []
+        ids, frame = list[int](), frame_of()
         for slot, text in contents.items():
             head, _, frame = frame.partition(slot)
             ids += self._tokens(head) + self._plain(text)

@@ -51,7 +51,7 @@ def load(name: str, device: str = "cpu", dtype: str = "float32") -> Pretrained:
         raise ValueError(f"cannot load model {name!r} ({error}); known are {', '.join(NAMES)}, a folder, or a hub name") from error
     sidecar = Path(source) / SIDECAR
     prompt = Prompt(**json.loads(sidecar.read_text())) if sidecar.is_file() else Prompt()
-    return Pretrained(model.to(device).eval(), tokenizer, prompt)
+    return Pretrained(model.eval().to(device), tokenizer, prompt)  # pyright: ignore
 
 
 def save(folder: Path, pretrained: Pretrained) -> None:

@@ -20,7 +20,7 @@ def rollout(env_id: str, policy: Policy, seeds: Sequence[int], group_size: int =
     episodes: list[Trajectory] = []
     for seed in seeds:
         for member in range(group_size):
-            env = gym.make(env_id, **{**settings, **policy.asks})
+            env = gym.make(env_id, disable_env_checker=True, **{**settings, **policy.asks})
             observation, info = env.reset(seed=int(seed), options={"luck": luck + member})
             envs.append(env)
             episodes.append(Trajectory(env_id, int(seed), luck + member, observation, info))

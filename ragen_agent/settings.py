@@ -133,6 +133,6 @@ def env_settings(env_id: str) -> list[str]:
     except (GymError, ImportError) as error:
         known = ", ".join(ragen_envs.IDS)
         raise ValueError(f"no world {env_id!r} ({error}); known: {known}, or module:id for one of yours") from error
-    classes = creator.__mro__ if isinstance(creator, type) else [creator]
-    named = [p for c in classes if c is not object for p in inspect.signature(c).parameters.values()]
+    classes: list[Any] = [c for c in creator.__mro__ if c is not object] if isinstance(creator, type) else [creator]
+    named = [p for c in classes for p in inspect.signature(c).parameters.values()]
     return list(dict.fromkeys(p.name for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)))

@@ -70,6 +70,11 @@ def test_nothing_uncertain_is_an_empty_answer(strategy, score):
     assert uncertain(score, [0, 0, 1, 1], 0.9, strategy) == Kept([False] * 4, 0, 2, 2, 0, 0.0)
 
 
+@pytest.mark.parametrize(("strategy", "wanted"), [("top_k", 1), ("top_p", 0), ("softmax", 2), ("min_p", 0)])
+def test_flat_groups_that_are_not_dropped(strategy, wanted):
+    assert uncertain([1.0] * 4, [0, 0, 1, 1], 0.9, strategy, drop_flat=False).groups == wanted
+
+
 def test_a_group_of_one_has_no_spread():
     assert uncertain([5.0, 0.0, 1.0], [0, 1, 1], 1.0).mask == [False, True, True]
     assert uncertain([5.0, 0.0, 1.0], [0, 1, 1], 1.0, drop_flat=False).mask == [True, True, True]

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import ragen_envs
 from ragen_agent.pretrained import Pretrained, save
 from ragen_agent.prompts import ANSWER, THINK, UNANSWER, UNTHINK, Prompt
+from ragen_envs.text_env import TextEnv
 
 WORD = r"\n|</?think>|</?answer>|\|\||\w+|[^\w\s]"
 CONTROLS = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -27,10 +28,12 @@ def words() -> list[str]:
     prompts = (Prompt(), Prompt(think=False))
     for env_id in ragen_envs.IDS:
         env = gymnasium.make(env_id)
+        assert isinstance(env.unwrapped, TextEnv)
+        seen |= dict.fromkeys(env.unwrapped.symbols)
         for seed in range(40):
             observation, info = env.reset(seed=seed)
             after = env.step(" || ".join(info["actions"]))
-            texts = [*env.unwrapped.symbols, *info["actions"], observation, after[0]]
+            texts = [*info["actions"], observation, after[0]]
             texts += [p.system(info["rules"]) + p.user(1, observation, info) + p.user(2, after[0], after[4], -0.5) for p in prompts]
             for text in texts:
                 seen |= dict.fromkeys(re.findall(WORD, text))
@@ -68,8 +71,8 @@ def main(folder: str) -> None:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=words_of.eos_token_id,
-        pad_token_id=words_of.pad_token_id,
+        eos_token_id=words_of.convert_tokens_to_ids("<|end|>"),  # pyright: ignore
+        pad_token_id=words_of.convert_tokens_to_ids("<|pad|>"),  # pyright: ignore
     )
     save(Path(folder), Pretrained(LlamaForCausalLM(config), words_of, Prompt(style="brief")))
 
