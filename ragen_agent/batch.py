@@ -59,7 +59,8 @@ class Batch:
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """Trajectories -> Batch. A turn whose context extends the row so far (its ids, token for token) goes on in that row;
-    one that does not (a window moved) begins a new row of the same episode. Turns without sampled tokens have no place here.
+    one that does not (a window moved) begins a new row of the same episode. A turn without sampled tokens has no place here; its
+    reward goes to the last token before it (or the first reply's last), so that row rewards always sum to the episode's return.
 
     Raises `ValueError` when nothing was sampled at all.
     """
@@ -67,9 +68,14 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     owner: list[int] = []
     for number, trajectory in enumerate(trajectories):
         row: dict[str, list] | None = None
+        owed = 0.0
         for k, turn in enumerate(trajectory.turns):
             said = turn.reply.ids
             if not said:
+                if row is None:
+                    owed += turn.reward
+                else:
+                    row["reward"][-1] += turn.reward
                 continue
             prompt = turn.reply.prompt_ids
             if row is None or prompt[: len(row["ids"])] != row["ids"]:
@@ -80,7 +86,8 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
             row["ids"] += fresh + said
             row["sampled"] += [False] * len(fresh) + [True] * len(said)
             row["turn"] += [k] * (len(fresh) + len(said))
-            row["reward"] += [0.0] * (len(fresh) + len(said) - 1) + [turn.reward]
+            row["reward"] += [0.0] * (len(fresh) + len(said) - 1) + [turn.reward + owed]
+            owed = 0.0
             row["logprob"] += [0.0] * len(fresh) + list(turn.reply.logprobs)
     if not rows:
         raise ValueError("no token was sampled in these trajectories: there is nothing to train on")

@@ -126,15 +126,16 @@ class LLMPolicy:
 class TeacherPolicy:
     """The exact player speaking through a model's own prompts and tokens: what supervised fine-tuning learns from.
 
-    It thinks its whole plan and answers the first moves of it: a random number of them when `spread`, so that boards half-way
-    to the goal are seen too; otherwise all that the turn allows.
+    It thinks its whole plan and answers the first moves of it: as many as the turn allows, or, in a share `spread` of the turns,
+    a random number of them, so that boards half-way to the goal are seen too. In a share `noise` of the turns one move of the plan,
+    thought and played, is a random one.
     """
 
     asks: Mapping[str, Any] = {"hints": True}
 
-    def __init__(self, chat: Chat, prompt: Prompt, seed: int = 0, spread: bool = True):
+    def __init__(self, chat: Chat, prompt: Prompt, seed: int = 0, spread: float = 0.0, noise: float = 0.0):
         """See the class."""
-        self.chat, self.prompt, self.seed, self.spread = chat, prompt, seed, spread
+        self.chat, self.prompt, self.seed, self.spread, self.noise = chat, prompt, seed, spread, noise
         self.conversation = Conversation(chat, prompt)
 
     def act(self, episodes: Sequence[Trajectory]) -> list[Reply]:
@@ -142,10 +143,12 @@ class TeacherPolicy:
         return [self._reply(episode) for episode in episodes]
 
     def _reply(self, episode: Trajectory) -> Reply:
-        plan = episode.now["plan"]
+        plan = list(episode.now["plan"])
         most = min(episode.now["allowed"], len(plan))
         rng = np.random.default_rng([self.seed, episode.seed, episode.luck, len(episode.turns)])
-        action = JOIN.join(plan[: int(rng.integers(1, most + 1)) if self.spread else most])
+        if rng.random() < self.noise:
+            plan[int(rng.integers(most))] = str(rng.choice(episode.info["actions"]))
+        action = JOIN.join(plan[: int(rng.integers(1, most + 1)) if rng.random() < self.spread else most])
         text = self.prompt.reply(" ".join(plan), action)
         ids = self.chat.encode(text)
         return Reply(text, action, self.conversation.context(episode), ids, [0.0] * len(ids))

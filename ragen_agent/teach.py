@@ -41,8 +41,11 @@ class Teach(Play):
     """AdamW's."""
     grad_clip: float = 1.0
     """The gradient's norm is cut to this."""
-    spread: bool = True
-    """Answer a random number of the plan's moves each turn, so that boards half-way to the goal are seen."""
+    noise: float = 0.0
+    """In this share of the turns one move of the plan is replaced by a random one: what follows teaches to recover, and training by
+    reward has something to unlearn."""
+    spread: float = 0.25
+    """In this share of the turns answer only a random number of the plan's moves, so that boards half-way to the goal are seen."""
     eval_episodes: int = 256
     """Levels of the val split played at the end."""
     eval_temperature: float = 0.5
@@ -50,8 +53,8 @@ class Teach(Play):
 
 
 def lessons(config: Teach, chat: Chat, prompt: Any, **settings: Any) -> Batch:
-    """The exact player's episodes as a batch; unsolvable ones are no lesson."""
-    teacher = TeacherPolicy(chat, prompt, config.seed, config.spread)
+    """The exact player's episodes as a batch; those that were not solved are no lesson."""
+    teacher = TeacherPolicy(chat, prompt, config.seed, config.spread, config.noise)
     first, kept = FIRST_LESSON, []
     for start in range(first, first + config.lessons, 512):
         played = rollout(config.env, teacher, range(start, min(start + 512, first + config.lessons)), **settings)

@@ -168,7 +168,7 @@ def algorithm(config: Train, pretrained: Pretrained) -> StarPO:
     chosen = find(config.algo)
     settings = {"temperature": config.temperature, **pairs(config.algo_args)}
     device = str(next(pretrained.model.parameters()).device)
-    reference = load(config.model, device, config.dtype).model if settings.get("kl_coef", chosen.kl_coef) else None
+    reference = load(config.model, device, config.dtype).model if chosen.wants_reference(**settings) else None
     return chosen(pretrained.model, reference=reference, **settings)
 
 

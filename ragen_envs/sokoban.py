@@ -1,6 +1,7 @@
 """Sokoban: push every box onto a target. Boards made from a seed, from level packs, or from a text."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -142,6 +143,7 @@ class Sokoban(TextEnv):
 # -- making boards ---------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def generate(seed: int, size: tuple[int, int], boxes: int, search_depth: int = 300, split: str | None = None) -> tuple[str, ...]:
     """The XSB rows of the board of `seed`; boards of other splits are skipped, candidate by candidate, in the seed's own stream.
 

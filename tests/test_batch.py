@@ -42,9 +42,11 @@ def test_padding_is_known_by_position_not_by_id():  # T03: 0 is an ordinary toke
     assert batch.sampled[0].int().tolist() == [0, 0, 1, 1, 0, 1]
 
 
-def test_a_turn_without_tokens_has_no_place_but_its_episodes_reward_stays():
-    batch = collate([episode([([1], [2], 0.5), ([1, 2, 3], [], -0.1)])])
-    assert batch.ids.tolist() == [[1, 2]] and batch.score.item() == pytest.approx(0.4, abs=1e-6)
+def test_a_turn_without_tokens_has_no_place_but_its_reward_stays():
+    batch = collate([episode([([1], [2], 0.5), ([1, 2, 3], [], -0.1)]), episode([([1], [], -0.2), ([1, 4], [5], 1.0)], seed=1)])
+    assert batch.ids.tolist() == [[1, 2, 0], [1, 4, 5]]
+    torch.testing.assert_close(batch.score, torch.tensor([0.4, 0.8]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(batch.reward.sum(1), batch.score, atol=1e-6, rtol=0)
 
 
 def test_nothing_sampled_is_an_error():

@@ -244,7 +244,7 @@ def test_players_are_reproducible_and_their_order_does_not_matter(policy, env_id
 
 
 def test_the_teacher_says_what_the_exact_player_does(tokenizer):
-    teacher = TeacherPolicy(Chat(tokenizer), Prompt(), spread=True)
+    teacher = TeacherPolicy(Chat(tokenizer), Prompt(), spread=1.0)
     episodes = rollout(SOKOBAN, teacher, range(12))
     assert all(e.reward <= 10.9 and all(t.info["valid"] for t in e.turns) for e in episodes)
     assert sum(e.success for e in episodes) >= 10  # a spread plan may run out of turns
