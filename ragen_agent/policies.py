@@ -73,17 +73,17 @@ class ScriptedPolicy:
 class Conversation:
     """The token ids of an episode so far: every turn's context, extended and never rewritten."""
 
-    def __init__(self, chat: Chat, prompt: Prompt, window: int = 0):
-        """`window` turns are remembered besides the current state's; 0: all of them."""
-        self.chat, self.prompt, self.window = chat, prompt, window
+    def __init__(self, chat: Chat, prompt: Prompt):
+        """`prompt.window` turns are seen, the current one among them; 0: all of them."""
+        self.chat, self.prompt = chat, prompt
 
     def context(self, episode: Trajectory) -> list[int]:
         """The prompt ids of the next reply. Full history extends the last prompt; a window opens anew with its replies' own ids."""
         turns = len(episode.turns)
-        if turns and not self.window:
+        if turns and not self.prompt.window:
             last = episode.turns[-1].reply
             return last.prompt_ids + last.ids + self.chat.next(last.ids, self._user(episode, turns))
-        first = max(0, turns - self.window) if self.window else 0
+        first = max(0, turns + 1 - self.prompt.window) if self.prompt.window else 0
         ids = self.chat.open(self.prompt.system(episode.rules), self._user(episode, first))
         for k in range(first, turns):
             said = episode.turns[k].reply.ids
@@ -103,13 +103,13 @@ class LLMPolicy:
     asks: Mapping[str, Any] = {}
 
     def __init__(
-        self, backend: Backend, chat: Chat, prompt: Prompt | None = None, sampling: Sampling | None = None, seed: int = 0, window: int = 0
+        self, backend: Backend, chat: Chat, prompt: Prompt | None = None, sampling: Sampling | None = None, seed: int = 0
     ):
         """Stop ids come from the chat template; `seed`, the episode's seed and luck, and the turn decide every draw."""
         self.backend, self.chat, self.prompt, self.seed = backend, chat, prompt or Prompt(), seed
         sampling = sampling or Sampling()
         self.sampling = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, tuple(chat.stop_ids))
-        self.conversation = Conversation(chat, self.prompt, window)
+        self.conversation = Conversation(chat, self.prompt)
 
     def act(self, episodes: Sequence[Trajectory]) -> list[Reply]:
         """One reply an episode; an episode whose context leaves no room gets an empty one with finish "context"."""
@@ -127,15 +127,15 @@ class TeacherPolicy:
     """The exact player speaking through a model's own prompts and tokens: what supervised fine-tuning learns from.
 
     It thinks its whole plan and answers the first moves of it: as many as the turn allows, or, in a share `spread` of the turns,
-    a random number of them, so that boards half-way to the goal are seen too. In a share `noise` of the turns one move of the plan,
-    thought and played, is a random one.
+    a random number of them, so that boards half-way to the goal are seen too. It errs on request, in thought and play alike: in a
+    share `noise` of the turns one move of the plan is a random one, and each move is one with probability `slip`.
     """
 
     asks: Mapping[str, Any] = {"hints": True}
 
-    def __init__(self, chat: Chat, prompt: Prompt, seed: int = 0, spread: float = 0.0, noise: float = 0.0):
+    def __init__(self, chat: Chat, prompt: Prompt, seed: int = 0, spread: float = 0.0, noise: float = 0.0, slip: float = 0.0):
         """See the class."""
-        self.chat, self.prompt, self.seed, self.spread, self.noise = chat, prompt, seed, spread, noise
+        self.chat, self.prompt, self.seed, self.spread, self.noise, self.slip = chat, prompt, seed, spread, noise, slip
         self.conversation = Conversation(chat, prompt)
 
     def act(self, episodes: Sequence[Trajectory]) -> list[Reply]:
@@ -148,6 +148,8 @@ class TeacherPolicy:
         rng = np.random.default_rng([self.seed, episode.seed, episode.luck, len(episode.turns)])
         if rng.random() < self.noise:
             plan[int(rng.integers(most))] = str(rng.choice(episode.info["actions"]))
+        if self.slip:
+            plan = [str(rng.choice(episode.info["actions"])) if rng.random() < self.slip else move for move in plan]
         action = JOIN.join(plan[: int(rng.integers(1, most + 1)) if rng.random() < self.spread else most])
         text = self.prompt.reply(" ".join(plan), action)
         ids = self.chat.encode(text)

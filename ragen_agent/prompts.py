@@ -44,9 +44,13 @@ class Prompt:
     """Text put at the start of every reply for the model, never trained, e.g. "<think>" as RAGEN does."""
     words: int = 100
     """The length of a reply that the full style asks for."""
+    window: int = 0
+    """How many turns the model sees, the current one among them; 1: the current state alone; 0: all, in one growing context."""
 
     def __post_init__(self):
-        """Refuse an unknown style."""
+        """Refuse an unknown style and a negative window."""
+        if self.window < 0:
+            raise ValueError(f"a window is a number of turns, or 0 for all, not {self.window}")
         if self.style not in STYLES:
             raise ValueError(f"unknown prompt style {self.style!r}; known: {', '.join(STYLES)}")
 

@@ -39,8 +39,8 @@ class Play:
     """Whether a reply must hold a think block; default: as the model was taught, else yes."""
     prefix: str | None = None
     """Text at the start of every reply, not sampled and not trained, e.g. "<think>" as RAGEN does."""
-    window: int = 0
-    """How many past turns the model sees; 0: all of them, in one growing context."""
+    window: int | None = None
+    """How many turns the model sees, the current one among them; 0: all, in one growing context; default: as it was taught, else 0."""
     max_tokens: int = 48
     """The longest reply in tokens; a longer one is cut and ends its episode."""
     context: int | None = None
@@ -70,7 +70,7 @@ class Play:
         keep_memory()
         device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         model, tokenizer, prompt = load(self.model, device, self.dtype)
-        asked = {"style": self.prompt, "think": self.think, "prefix": self.prefix}
+        asked = {"style": self.prompt, "think": self.think, "prefix": self.prefix, "window": self.window}
         return Pretrained(model, tokenizer, replace(prompt, **{name: value for name, value in asked.items() if value is not None}))
 
     def policy(self, pretrained: Pretrained, temperature: float) -> LLMPolicy:
@@ -78,7 +78,7 @@ class Play:
         model, tokenizer, prompt = pretrained
         backend = backend_of(self.backend)(model, batch_rows=self.batch_rows, context=self.context)
         sampling = Sampling(temperature=temperature, max_tokens=self.max_tokens)
-        return LLMPolicy(backend, Chat(tokenizer, prompt.prefix), prompt, sampling, self.seed, self.window)
+        return LLMPolicy(backend, Chat(tokenizer, prompt.prefix), prompt, sampling, self.seed)
 
     def world(self, **more: Any) -> dict[str, Any]:
         """The world's settings out of `env_args`, and `more` of them."""

@@ -20,7 +20,7 @@ from ragen_agent.rollout import rollout
 from ragen_agent.settings import Play, env_settings
 from ragen_agent.updates import micro_batches, optimizer_of, schedule
 
-FIRST_LESSON = 1_000_000  # the teacher's levels; training by reward starts at 10,000
+LESSONS = 1_000_000  # the teacher's levels of seed s start at (s + 1) times this; training by reward starts at 10,000
 
 
 @dataclass
@@ -42,8 +42,11 @@ class Teach(Play):
     grad_clip: float = 1.0
     """The gradient's norm is cut to this."""
     noise: float = 0.0
-    """In this share of the turns one move of the plan is replaced by a random one: what follows teaches to recover, and training by
-    reward has something to unlearn."""
+    """In this share of the turns one move of the plan is replaced by a random one: what follows teaches to recover."""
+    slip: float = 0.0
+    """Each move of the plan is a random one with this probability: such a model plays worse than it knows, which reward can mend."""
+    keep_failures: bool = False
+    """Learn from episodes that an erring player did not solve, too."""
     spread: float = 0.25
     """In this share of the turns answer only a random number of the plan's moves, so that boards half-way to the goal are seen."""
     eval_episodes: int = 256
@@ -53,12 +56,12 @@ class Teach(Play):
 
 
 def lessons(config: Teach, chat: Chat, prompt: Any, **settings: Any) -> Batch:
-    """The exact player's episodes as a batch; those that were not solved are no lesson."""
-    teacher = TeacherPolicy(chat, prompt, config.seed, config.spread, config.noise)
-    first, kept = FIRST_LESSON, []
+    """The exact player's episodes as a batch; those that were not solved are no lesson, unless asked for."""
+    teacher = TeacherPolicy(chat, prompt, config.seed, config.spread, config.noise, config.slip)
+    first, kept = LESSONS * (config.seed + 1), []
     for start in range(first, first + config.lessons, 512):
         played = rollout(config.env, teacher, range(start, min(start + 512, first + config.lessons)), **settings)
-        kept += [trajectory for trajectory in played if trajectory.success]
+        kept += [trajectory for trajectory in played if trajectory.success or config.keep_failures]
     if not kept:
         raise ValueError(f"the exact player solved none of {config.lessons} levels of {config.env}: nothing to teach")
     return collate(kept)

@@ -35,25 +35,25 @@ FIRST_LEVEL = 10_000  # as RAGEN's training seeds; the stream of levels never re
 class Train(Play):
     """Train a language model by multi-turn reinforcement learning and show that it learns."""
 
-    algo: str = "GRPO"
+    algo: str = "DrGRPO"
     """An optimizer of ragen_agent.algos (see docs/algorithms.md), or my_file:MyPO for one of yours."""
     algo_args: tuple[str, ...] = ()
     """Settings of the optimizer as name=value, e.g. clip_high=0.2 kl_coef=0.001 gamma=0.99."""
     steps: int = 30
     """Rounds of play and update."""
-    groups: int = 16
+    groups: int = 32
     """Levels per round."""
-    group_size: int = 16
+    group_size: int = 8
     """Episodes per level: same board, luck of their own."""
-    keep: float = 1.0
+    keep: float = 0.5
     """Train only on this share of the groups, those whose returns differ most (StarPO-S: 0.25); 1: on all."""
     filter: str = "top_k"
     """How `keep` chooses: top_k (a share of the groups), top_p (a share of the spread), softmax, or min_p."""
     epochs: int = 1
     """How often a round's episodes are gone through."""
-    minibatch: int = 64
+    minibatch: int = 32
     """Episodes per optimizer step; 0: all at once."""
-    lr: float = 1e-3
+    lr: float = 3e-4
     """Learning rate of AdamW. A large pretrained model wants 1e-6 to 1e-5."""
     weight_decay: float = 0.0
     """AdamW's."""

@@ -37,7 +37,7 @@ class Scripted:
 
 def play(model, tokenizer, *, temperature=1.0, max_tokens=6, seeds=(1, 2, 3), group_size=2, window=0, style="brief", env=SOKOBAN):
     policy = LLMPolicy(
-        HFBackend(model), Chat(tokenizer), Prompt(style=style), Sampling(temperature=temperature, max_tokens=max_tokens), window=window
+        HFBackend(model), Chat(tokenizer), Prompt(style=style, window=window), Sampling(temperature=temperature, max_tokens=max_tokens)
     )
     return rollout(env, policy, seeds, group_size, turns_per_episode=3)
 
@@ -216,7 +216,7 @@ def test_the_worlds_text_cannot_forge_a_turn(tokenizer):
 
 def test_windows_remember_replies_by_their_own_ids(tokenizer):
     chat = Chat(tokenizer)
-    policy = LLMPolicy(Scripted(turns_of(tokenizer, [UP])), chat, Prompt(style="brief"), window=1)
+    policy = LLMPolicy(Scripted(turns_of(tokenizer, [UP])), chat, Prompt(style="brief", window=2))
     (episode,) = rollout(SOKOBAN, policy, [5], turns_per_episode=4)
     batch = collate([episode])
     assert len(batch) == 3  # turns 1 and 2 share a row, turns 3 and 4 begin anew with one past turn each
