@@ -69,18 +69,18 @@ def normalised(score: float, rows: dict[str, dict[str, float]]) -> float | None:
 def table(rows: dict[str, dict[str, float]], title: str) -> Table:
     """The players' numbers as a table; the interval is Wilson's at 95 %, the score 0 for random and 100 for exact play."""
     made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for name in ("player", "success", "95 %", "score", "reward", "valid", "turns", "moves", "tokens"):
+    for name in ("player", "success", "95 %", "score", "reward", "valid", "moves", "tokens"):
         made.add_column(name, justify="left" if name == "player" else "right", no_wrap=True)
     for name, row in rows.items():
         score = normalised(row["success"], rows)
         made.add_row(
             name,
             f"{row['success']:.1%}",
-            f"{100 * row['success_low']:.1f} - {100 * row['success_high']:.1f}",
+            f"{100 * row['success_low']:.1f}-{100 * row['success_high']:.1f}",
             "" if score is None else f"{score:.0f}",
             f"{row['return']:.2f}",
             f"{row['valid']:.0%}",
-            *(f"{row[key]:.1f}" for key in ("turns", "moves", "tokens")),
+            *(f"{row[key]:.1f}" for key in ("moves", "tokens")),
         )
     return made
 
