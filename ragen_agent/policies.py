@@ -102,9 +102,7 @@ class LLMPolicy:
 
     asks: Mapping[str, Any] = {}
 
-    def __init__(
-        self, backend: Backend, chat: Chat, prompt: Prompt | None = None, sampling: Sampling | None = None, seed: int = 0
-    ):
+    def __init__(self, backend: Backend, chat: Chat, prompt: Prompt | None = None, sampling: Sampling | None = None, seed: int = 0):
         """Stop ids come from the chat template; `seed`, the episode's seed and luck, and the turn decide every draw."""
         self.backend, self.chat, self.prompt, self.seed = backend, chat, prompt or Prompt(), seed
         sampling = sampling or Sampling()

@@ -250,3 +250,17 @@ def test_the_teacher_says_what_the_exact_player_does(tokenizer):
     assert sum(e.success for e in episodes) >= 10  # a spread plan may run out of turns
     batch = collate(episodes)
     assert tokenizer.decode(batch.ids[0][batch.sampled[0]]).startswith("<think> ")
+
+
+def test_an_erring_teacher_errs_as_told(tokenizer):
+    def first_turns(**errors):
+        played = rollout(SOKOBAN, TeacherPolicy(Chat(tokenizer), Prompt(), **errors), range(40))
+        return [(e.info["plan"], e.turns[0].reply.text.split("</think>")[0].split()[1:], e.turns[0].reply.action) for e in played]
+
+    exact, noisy, slipping = first_turns(), first_turns(noise=1.0), first_turns(slip=1.0)
+    assert all(plan == thought and action == " || ".join(plan[:5]) for plan, thought, action in exact)
+    wrong = [sum(a != b for a, b in zip(plan, thought, strict=True)) for plan, thought, _ in noisy]
+    assert max(wrong) == 1 and 20 <= sum(wrong) <= 38  # one move of each plan is drawn anew: 3 in 4 of them differ
+    moves = [a == b for plan, thought, _ in slipping for a, b in zip(plan, thought, strict=True)]
+    assert abs(sum(moves) / len(moves) - 0.25) < 0.14
+    assert all(action == " || ".join(thought[:5]) for _, thought, action in noisy + slipping)

@@ -182,3 +182,10 @@ def test_teaching_teaches(tmp_path, model):
 def test_teaching_stays_on_the_train_split():
     with pytest.raises(ValueError, match="split"):
         teach.run(teach.Teach(model="embedded", env_args=("split=test",)))
+
+
+@pytest.mark.slow
+def test_the_embedded_model_learns(tmp_path):
+    results = train.run(train.Train(steps=8, out=tmp_path / "run", threads=1))
+    assert results["random"]["success_high"] < results["before"]["success_low"]
+    assert results["after"]["success_low"] > results["before"]["success_high"]
