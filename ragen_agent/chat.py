@@ -107,4 +107,17 @@ class Chat:
 
     def _plain(self, text: str) -> list[int]:
         """Ids of plain characters: no control token comes out of it, whatever the text says."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) if text else []
+        pieces = [text]
+        for control in self._controls:
+            pieces = [part for piece in pieces for part in apart(piece, control)]
+        ids = [i for piece in pieces if piece for i in self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True)]
+        if self.end in ids:
+            raise ValueError("this tokenizer cannot write the text of its end token as plain characters")
+        return ids
+
+
+def apart(text: str, control: str) -> list[str]:
+    """`text` in pieces none of which holds `control`: each occurrence is cut behind its first character."""
+    parts = text.split(control) if len(control) > 1 else [text]
+    last = len(parts) - 1
+    return [(control[1:] if i else "") + part + (control[0] if i < last else "") for i, part in enumerate(parts)]

@@ -23,7 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
     run = next(run for settings, run in VERBS.values() if isinstance(config, settings))
     try:
         run(config)
-    except ValueError as error:
+    except KeyboardInterrupt:
+        sys.stderr.write("ragen: stopped\n")
+        return 130
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"ragen: {error}\n")
         return 2
     return 0

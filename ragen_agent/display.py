@@ -59,7 +59,7 @@ class Display:
 
     def before(self, rows: dict[str, dict[str, float]]) -> None:
         """The scores that training starts from."""
-        parts = [f"{name} {row['success']:.1%}" for name, row in rows.items()]
+        parts = [f"{name} {row['success']:.1%} ({row['success_low']:.1%} to {row['success_high']:.1%})" for name, row in rows.items()]
         self.say("held-out success: " + ", ".join(parts))
 
     def step(self, row: dict[str, Any]) -> None:
@@ -103,7 +103,8 @@ def curve(out: Path, rows: dict[str, dict[str, float]]) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return ""
-    metrics = [row for row in read(out / "metrics.jsonl") if "success" in row]
+    path = out / "metrics.jsonl"
+    metrics = [row for row in read(path) if "success" in row] if path.exists() else []
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps, success = [row["step"] for row in metrics], [row["success"] for row in metrics]

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,9 +14,9 @@ from rich.table import Table
 
 from ragen_agent.metrics import summarise
 from ragen_agent.policies import Policy, RandomPolicy, SolverPolicy
-from ragen_agent.records import append, to_row, write_json
+from ragen_agent.records import append, replace, to_row, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, env_settings
+from ragen_agent.settings import Play, at_least_one, env_settings
 from ragen_agent.types import Trajectory
 
 FIRST_SEED = 123  # as RAGEN's validation
@@ -85,6 +86,22 @@ def table(rows: dict[str, dict[str, float]], title: str) -> Table:
     return made
 
 
+def held_out(config: Play, split: str | None, levels: str | None, asked: bool) -> dict[str, Any]:
+    """The world's settings with boards of a split, or with given levels. `ValueError` for what the world does not know or both."""
+    known = env_settings(config.env)
+    for name, wanted in (("split", asked), ("levels", levels is not None)):
+        if wanted and name not in known:
+            raise ValueError(f"{config.env} has no {name}")
+    if asked and levels is not None:
+        raise ValueError("levels are a set of their own: give either levels or a split")
+    settings = config.world(levels=levels, split=split if "split" in known and levels is None else None)
+    try:
+        gym.make(config.env, **settings).close()
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return settings
+
+
 def versions() -> dict[str, str]:
     """What the numbers depend on."""
     return {name: version(name) for name in ("ragen-gym", "torch", "transformers", "gymnasium", "numpy")}
@@ -93,9 +110,12 @@ def versions() -> dict[str, str]:
 def run(config: Evaluate, console: Console | None = None) -> dict[str, Any]:
     """The command: play, print, write; returns the result."""
     console = console or Console()
+    at_least_one(config, "episodes", "group_size", "chunk")
+    settings = held_out(config, config.split if config.split or config.levels else "val", config.levels, bool(config.split))
+    split = settings.get("split")
+    if config.transcripts:
+        replace(config.transcripts, b"")
     pretrained = config.start()
-    split = config.split if config.split or config.levels else "val"
-    settings = config.world(levels=config.levels, split=split if "split" in env_settings(config.env) else None)
     seeds = range(config.episodes) if config.levels else range(FIRST_SEED, FIRST_SEED + config.episodes)
     rows = baselines(config.env, seeds, config.group_size, **settings)
     played = evaluate(config.env, config.policy(pretrained, config.temperature), seeds, config.group_size, config.chunk, **settings)

@@ -45,10 +45,9 @@ def pass_at(k: int, n: int, successes: int) -> float:
 def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The numbers of a set of episodes, each of which counts once; no episodes: ValueError.
 
-    `episodes`, `success` with its Wilson interval `success_low`, `success_high`; `truncated` (cut by a limit);
-    `return` with its standard error `return_se` (absent for one episode);
-    per episode `turns`, `moves` (carried out) and `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens`, `cut` (by max_tokens)
-    and `no_room` (the context was full); and what `spread` says of the groups.
+    `episodes`, `success` with its Wilson interval `success_low`, `success_high`; `truncated` (cut by a limit) and `no_room` (by a full
+    context); `return` with its standard error `return_se` (absent for one episode); per episode `turns`, `moves` (carried out) and
+    `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens` and `cut` (by max_tokens); and what `spread` says of the groups.
     """
     if not trajectories:
         raise ValueError("no episodes to summarise")
@@ -57,7 +56,11 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     low, high = wilson(wins, n)
     returns = [t.reward for t in trajectories]
     row = {"episodes": n, "success": wins / n, "success_low": low, "success_high": high}
-    row |= {"truncated": fmean(t.truncated for t in trajectories), "return": fmean(returns)}
+    row |= {
+        "no_room": fmean(t.no_room for t in trajectories),
+        "truncated": fmean(t.truncated for t in trajectories),
+        "return": fmean(returns),
+    }
     if n > 1:
         row["return_se"] = stdev(returns) / sqrt(n)
     return row | _lengths(trajectories) | spread(trajectories)
@@ -90,9 +93,8 @@ def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     tokens = sum(len(turn.reply.ids) for turn in turns)
     row = {"turns": len(turns) / n, "moves": sum(len(turn.info["moves"]) for turn in turns) / n, "tokens": tokens / n}
+    row["valid"] = sum(bool(turn.info["valid"]) for turn in turns) / max(1, len(turns))
     if turns:
-        row["valid"] = fmean(bool(turn.info["valid"]) for turn in turns)
         row["reply_tokens"] = tokens / len(turns)
         row["cut"] = fmean(turn.reply.finish == "length" for turn in turns)
-        row["no_room"] = fmean(turn.reply.finish == "context" for turn in turns)
     return row

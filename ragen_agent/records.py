@@ -61,6 +61,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def replace(path: Path, data: bytes) -> None:
     """Make `data` the content of `path`: written beside it, flushed to the disk, renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
         file.write(data)

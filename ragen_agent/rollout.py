@@ -28,7 +28,7 @@ def rollout(env_id: str, policy: Policy, seeds: Sequence[int], group_size: int =
         for i, reply in zip(live, policy.act([episodes[i] for i in live]), strict=True):
             episode = episodes[i]
             if reply.finish == "context":
-                episode.truncated = True
+                episode.truncated = episode.no_room = True
                 continue
             observation, reward, terminated, truncated, info = envs[i].step(reply.action)
             episode.turns.append(Turn(reply, observation, float(reward), info))

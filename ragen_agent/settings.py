@@ -62,13 +62,15 @@ class Play:
 
     def start(self) -> Pretrained:
         """Set up torch and load the model, with the prompt that the flags ask for. Raises `ValueError` for what is unknown."""
+        if self.seed < 0:
+            raise ValueError(f"a seed is an integer >= 0, not {self.seed}")
         known = env_settings(self.env)
         for name in pairs(self.env_args):
             if name not in known:
                 raise ValueError(f"{self.env} has no setting {name!r}; known: {', '.join(known)}")
         torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
         keep_memory()
-        device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_of(self.device)
         model, tokenizer, prompt = load(self.model, device, self.dtype)
         asked = {"style": self.prompt, "think": self.think, "prefix": self.prefix, "window": self.window}
         return Pretrained(model, tokenizer, replace(prompt, **{name: value for name, value in asked.items() if value is not None}))
@@ -83,6 +85,31 @@ class Play:
     def world(self, **more: Any) -> dict[str, Any]:
         """The world's settings out of `env_args`, and `more` of them."""
         return {**pairs(self.env_args), **{name: value for name, value in more.items() if value is not None}}
+
+
+def device_of(name: str) -> str:
+    """A device by its name. Raises `ValueError` for one that is unknown or not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device {name!r} here; known: auto, cpu, cuda, cuda:<n>, mps") from error
+    return name
+
+
+def at_least_one(config: object, *names: str) -> None:
+    """Raise `ValueError` unless each of these settings is 1 or more."""
+    for name in names:
+        if (value := vars(config)[name]) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {value}")
+
+
+def split_of_env(env_id: str, settings: dict[str, Any]) -> str | None:
+    """The split that a world with these settings deals from: theirs, the id's own, or train; None: a world without splits."""
+    if "split" not in env_settings(env_id):
+        return None
+    return settings.get("split", gym.spec(env_id.rpartition(":")[2]).kwargs.get("split", "train")) or "every"
 
 
 def keep_memory() -> None:
@@ -128,7 +155,9 @@ def env_settings(env_id: str) -> list[str]:
     import ragen_envs  # registers the games
 
     try:
-        entry = gym.spec(env_id).entry_point
+        if ":" in env_id:
+            of_file(env_id, "the module of a world")  # importing it registers the id
+        entry = gym.spec(env_id.rpartition(":")[2]).entry_point
         creator = load_env_creator(entry) if isinstance(entry, str) else entry
     except (GymError, ImportError) as error:
         known = ", ".join(ragen_envs.IDS)

@@ -17,7 +17,7 @@ from ragen_agent.policies import TeacherPolicy
 from ragen_agent.pretrained import save
 from ragen_agent.records import append
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, env_settings
+from ragen_agent.settings import Play, at_least_one, env_settings, split_of_env
 from ragen_agent.updates import micro_batches, optimizer_of, schedule
 
 LESSONS = 1_000_000  # the teacher's levels of seed s start at (s + 1) times this; training by reward starts at 10,000
@@ -34,7 +34,7 @@ class Teach(Play):
     epochs: int = 3
     """How often the lessons are gone through."""
     batch: int = 128
-    """Episodes per update."""
+    """Rows per update: episodes, or single turns where the window is 1."""
     lr: float = 3e-3
     """Learning rate of AdamW at its highest: it warms up over the first 5 % of the updates and falls linearly to a tenth."""
     weight_decay: float = 0.01
@@ -71,7 +71,8 @@ def run(config: Teach, console: Console | None = None) -> dict[str, float]:
     """The command: play the lessons, fine-tune, evaluate on held-out levels, save; returns the evaluation's numbers."""
     console = console or Console()
     settings = config.world()
-    if settings.get("split", "train") != "train" or "levels" in settings:
+    at_least_one(config, "lessons", "epochs", "batch", "eval_episodes", "micro_tokens")
+    if split_of_env(config.env, settings) not in ("train", None) or "levels" in settings:
         raise ValueError("the exact player teaches on the train split only: held-out boards would not be held out any more")
     pretrained = config.start()
     model, tokenizer, prompt = pretrained

@@ -17,14 +17,14 @@ from ragen_agent.batch import Batch, collate
 from ragen_agent.checkpoint import latest, number
 from ragen_agent.checkpoint import save as save_checkpoint
 from ragen_agent.display import Display
-from ragen_agent.evaluate import FIRST_SEED, baselines, evaluate, versions
-from ragen_agent.filters import uncertain
+from ragen_agent.evaluate import FIRST_SEED, baselines, evaluate, held_out, versions
+from ragen_agent.filters import STRATEGIES, uncertain
 from ragen_agent.metrics import summarise
 from ragen_agent.policies import LLMPolicy
 from ragen_agent.pretrained import Pretrained, load, save
-from ragen_agent.records import append, to_row, truncate, write_json
+from ragen_agent.records import append, read, to_row, truncate, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, env_settings, pairs
+from ragen_agent.settings import Play, at_least_one, pairs, split_of_env
 from ragen_agent.types import Trajectory
 from ragen_agent.updates import micro_batches, optimizer_of
 
@@ -39,8 +39,8 @@ class Train(Play):
     """An optimizer of ragen_agent.algos (see docs/algorithms.md), or my_file:MyPO for one of yours."""
     algo_args: tuple[str, ...] = ()
     """Settings of the optimizer as name=value, e.g. clip_high=0.2 kl_coef=0.001 gamma=0.99."""
-    steps: int = 30
-    """Rounds of play and update."""
+    steps: int | None = None
+    """Rounds of play and update; default: 30, or as many as the resumed run was to have."""
     groups: int = 32
     """Levels per round."""
     group_size: int = 8
@@ -85,32 +85,34 @@ class Train(Play):
 
 def run(config: Train, display: Display | None = None) -> dict[str, Any]:
     """The command: train, show it, and return {"before", "after", "random", "exact"} with each one's numbers."""
-    config = resumed(config)
+    config = checked(resumed(config))
+    steps = config.steps or 0
     pretrained = config.start()
     algo = algorithm(config, pretrained)
     optimizer = optimizer_of(algo.parameters(), config.lr, config.weight_decay)
     display = display or Display()
     first = start(config, pretrained, algo, optimizer)
-    world, held_out = config.world(), held_out_settings(config)
+    world, held_out_world = config.world(), held_out_settings(config)
     player, judge = config.policy(pretrained, config.temperature), config.policy(pretrained, config.eval_temperature)
-    with display.running(config.steps, first, f"{config.algo} trains {config.model} on {config.env}"):
-        results = before(config, judge, held_out, display)
-        results["after"] = results["before"]
-        for step in range(first + 1, config.steps + 1):
+    with display.running(steps, first, f"{config.algo} trains {config.model} on {config.env}"):
+        results = before(config, judge, held_out_world, display)
+        results["after"] = evaluated(config) or results["before"]
+        for step in range(first + 1, steps + 1):
             began = time.monotonic()
             seeds = range(FIRST_LEVEL + (step - 1) * config.groups, FIRST_LEVEL + step * config.groups)
             played = rollout(config.env, player, seeds, config.group_size, **world)
             middle = time.monotonic()
             row: dict[str, Any] = {"step": step, **summarise(played), **learn(config, algo, optimizer, played, step)}
-            player.backend.load(algo.policy)
+            for policy in (player, judge):
+                policy.backend.load(algo.policy)
             row |= times(began, middle, played)
-            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                results["after"] = row["evaluation"] = summarise(evaluate(config.env, judge, eval_seeds(config), **held_out))
+            if step == steps or (config.eval_every and step % config.eval_every == 0):
+                results["after"] = row["evaluation"] = summarise(evaluate(config.env, judge, eval_seeds(config), **held_out_world))
             append(config.out / "metrics.jsonl", row)
             for trajectory in played[:: max(1, len(played) // config.samples)][: config.samples] if config.samples else ():
                 append(config.out / "transcripts.jsonl", {"step": step, **to_row(trajectory)})
             display.step(row)
-            if step % config.save_every == 0 or step == config.steps:
+            if step % config.save_every == 0 or step == steps:
                 checkpoint(config, step, pretrained, algo, optimizer)
     write_json(config.out / "result.json", {"rows": results, "config": plain(config), "versions": versions()})
     display.result(results, config.out)
@@ -135,6 +137,8 @@ def learn(config: Train, algo: StarPO, optimizer: torch.optim.Optimizer, played:
                 loss.backward()
                 metrics.append(parts)
             norm = nn.utils.clip_grad_norm_(algo.parameters(), config.grad_clip)
+            if not norm.isfinite():
+                raise ValueError(f"round {step}: the gradient is not finite; a smaller --lr or --grad-clip may help")
             optimizer.step()
             optimizer.zero_grad()
             rows.append({**combine(metrics), "grad_norm": float(norm)})
@@ -179,8 +183,31 @@ def eval_seeds(config: Train) -> range:
 
 def held_out_settings(config: Train) -> dict[str, Any]:
     """The world's settings for evaluation: held-out boards, all else as in training."""
-    split = config.eval_split if not config.eval_levels and "split" in env_settings(config.env) else None
-    return config.world(split=split, levels=config.eval_levels)
+    return held_out(config, config.eval_split, config.eval_levels, asked=False)
+
+
+def checked(config: Train) -> Train:
+    """`config` with its number of rounds; raises `ValueError` for what cannot run, before anything is written."""
+    names = ("groups", "group_size", "epochs", "eval_episodes", "save_every", "keep_checkpoints", "batch_rows", "micro_tokens")
+    at_least_one(config, *names)
+    if not 0 < config.keep <= 1:
+        raise ValueError(f"--keep is above 0 and at most 1, not {config.keep}")
+    if config.filter not in STRATEGIES:
+        raise ValueError(f"unknown filter {config.filter!r}; known: {', '.join(STRATEGIES)}")
+    if "temperature" in pairs(config.algo_args):
+        raise ValueError("give --temperature: sampler and trainer must have the same")
+    split = split_of_env(config.env, config.world())
+    if split is not None and not config.eval_levels and split in (config.eval_split, "every"):
+        raise ValueError(f"training on the {split} boards would train on the held-out ones; give another --eval-split")
+    held_out_settings(config)
+    return dataclasses.replace(config, steps=30 if config.steps is None else config.steps)
+
+
+def evaluated(config: Train) -> dict[str, float] | None:
+    """The last evaluation that the run's metrics hold."""
+    path = config.out / "metrics.jsonl"
+    rows = read(path) if path.exists() else []
+    return next((row["evaluation"] for row in reversed(rows) if "evaluation" in row), None)
 
 
 def before(config: Train, judge: LLMPolicy, held_out: dict[str, Any], display: Display) -> dict[str, dict[str, float]]:
@@ -257,7 +284,7 @@ def resumed(config: Train) -> Train:
         raise ValueError(f"a resumed run keeps its settings; not to be given with --resume: {', '.join(extra)}")
     saved = json.loads(path.read_text())
     kept = {**saved, "env_args": tuple(saved["env_args"]), "algo_args": tuple(saved["algo_args"])}
-    return Train(**{**kept, "out": config.resume, "resume": config.resume, **({"steps": config.steps} if "steps" in given else {})})
+    return Train(**{**kept, "out": config.resume, "resume": config.resume, **({} if config.steps is None else {"steps": config.steps})})
 
 
 def plain(config: Train) -> dict[str, Any]:

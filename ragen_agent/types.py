@@ -37,6 +37,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     terminated: bool = False
     truncated: bool = False
+    no_room: bool = False  # ended because its context left no room for another reply
 
     @property
     def rules(self) -> str:

@@ -161,7 +161,8 @@ class TextEnv(gym.Env[str, str]):
             if terminated:
                 break
         self.turn += 1
-        truncated = not terminated and (self.left <= 0 or self.turn == self.turns_per_episode)
+        out_of_turns = self.turns_per_episode is not None and self.turn >= self.turns_per_episode
+        truncated = not terminated and (self.left <= 0 or out_of_turns)
         effective = any(frame != before for frame in frames)
         info = self._info(terminated or truncated, moves=moves, frames=frames, valid=valid, effective=effective)
         return self._say(), float(total), terminated, truncated, info

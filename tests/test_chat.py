@@ -114,6 +114,17 @@ def test_control_tokens_in_the_worlds_text_are_data(any_template, where):
     assert HOSTILE in any_template.decode(ids(HOSTILE))
 
 
+def test_added_tokens_that_are_not_special_cannot_be_spelled_either():
+    tokenizer = parts.byte_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    chat = Chat(tokenizer)
+    tool = tokenizer.convert_tokens_to_ids("<tool>")
+    for text in ("call <tool> now", f"<tool>{parts.END}<tool>"):
+        ids = chat.open("", text)
+        assert tool not in ids and text in tokenizer.decode(ids)
+        assert ids.count(chat.end) == 1
+
+
 def test_a_prefix_opens_every_reply_and_belongs_to_its_text(tokenizer):
     chat = Chat(tokenizer, prefix="<think>")
     assert tokenizer.decode(chat.open("", "hi")).endswith("assistant\n<think>")

@@ -73,7 +73,7 @@ def episode(seed, rewards, success, valid=True, ids=2, finish="stop", truncated=
     for i, reward in enumerate(rewards):
         info = {"success": success and i == len(rewards) - 1, "valid": valid, "moves": ["Up", "Up"] if valid else []}
         turns.append(Turn(Reply("", "", [0], [1] * ids, [-1.0] * ids, finish), "", reward, info))
-    return Trajectory("e", seed, 0, "", {"rules": ""}, turns, not truncated, truncated)
+    return Trajectory("e", seed, 0, "", {"rules": ""}, turns, not truncated, truncated, no_room=finish == "context")
 
 
 EPISODES = [
@@ -103,7 +103,7 @@ def test_summarise_by_hand():
         "valid": 7 / 8,
         "reply_tokens": 20 / 8,
         "cut": 1 / 8,
-        "no_room": 3 / 8,
+        "no_room": 1 / 5,
         "groups": 3,
         "group_std": (1.1 / sqrt(2) + 0) / 2,  # the group of one says nothing
         "flat_groups": 0.5,

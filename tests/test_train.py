@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragen_agent import cli, records, teach, train
+from ragen_agent import cli, evaluate, records, teach, train
+from ragen_agent.backends import HFBackend
 from ragen_agent.checkpoint import latest, number
 from ragen_agent.pretrained import Pretrained, save
 from ragen_agent.prompts import Prompt
@@ -81,6 +82,7 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path, model):
     done, again = weights(straight), weights(killed)
     assert all(torch.equal(done["algo"][name], again["algo"][name]) for name in done["algo"])
     assert rows(straight) == rows(killed)
+    assert json.loads((straight / "result.json").read_text())["rows"] == json.loads((killed / "result.json").read_text())["rows"]
 
 
 def _beyond(run, step):
@@ -126,6 +128,53 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, model):
         train.run(train.Train(resume=tmp_path / "nowhere"))
 
 
+def test_resuming_a_finished_run_changes_nothing_and_takes_more_steps(tmp_path, model):
+    results = train.run(train.Train(model=model, steps=1, out=tmp_path / "run", **SMALL))
+    assert train.run(train.Train(resume=tmp_path / "run")) == results
+    train.run(train.Train(resume=tmp_path / "run", steps=2))
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_both_the_player_and_the_judge_get_the_new_weights(tmp_path, model, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(HFBackend, "load", lambda self, policy: loaded.append(id(self)))
+    train.run(train.Train(model=model, steps=2, out=tmp_path / "run", **SMALL))
+    assert len(set(loaded)) == 2 and len(loaded) == 4
+
+
+def test_an_evaluation_in_between_changes_nothing(tmp_path, model):  # V05
+    for name, every in (("never", 0), ("each", 1)):
+        train.run(train.Train(model=model, steps=3, eval_every=every, out=tmp_path / name, **SMALL))
+    never, each = weights(tmp_path / "never"), weights(tmp_path / "each")
+    assert all(torch.equal(never["algo"][name], each["algo"][name]) for name in never["algo"])
+
+
+def test_a_greedy_evaluation_is_reproducible_and_says_how_it_was_made(tmp_path, model):  # V05
+    told = []
+    for name in ("one", "two"):
+        flags = {"episodes": 5, "temperature": 0.0, "max_tokens": 8, "threads": 1, "batch_rows": 1 if name == "one" else 4}
+        out, transcripts = tmp_path / name / "result.json", tmp_path / name / "episodes.jsonl"
+        state = torch.get_rng_state()
+        evaluate.run(evaluate.Evaluate(model=model, out=out, transcripts=transcripts, **flags))
+        assert torch.equal(state, torch.get_rng_state())
+        texts = [[turn["reply"]["ids"] for turn in row["turns"]] for row in records.read(transcripts)]
+        told.append((texts, json.loads(out.read_text())))
+    assert len(told[0][0]) == 5 and told[0][0] == told[1][0]
+    result = told[0][1]
+    assert result["rows"] == told[1][1]["rows"]
+    assert (result["temperature"], result["levels"], result["rows"]["model"]["episodes"]) == (0.0, [123, 127], 5)
+
+
+@pytest.mark.parametrize("flags", [{"env": "ragen/BanditTest-v0"}, {"env_args": ("split=null",)}, {"env_args": ("split=val",)}])
+def test_held_out_levels_are_neither_taught_nor_trained_on(tmp_path, model, flags):
+    with pytest.raises(ValueError, match="split"):
+        teach.run(teach.Teach(model=model, out=tmp_path / "t", **flags))
+    split = "test" if "env" in flags else "val"
+    with pytest.raises(ValueError, match="held-out"):
+        train.run(train.Train(model=model, out=tmp_path / "r", eval_split=split, **flags))
+    assert not (tmp_path / "r").exists()
+
+
 def test_the_uncertainty_filter_and_its_empty_set(tmp_path, model):
     train.run(train.Train(model=model, steps=1, keep=0.5, out=tmp_path / "run", **SMALL))
     row = rows(tmp_path / "run")[0]
@@ -145,6 +194,11 @@ def test_the_uncertainty_filter_and_its_empty_set(tmp_path, model):
         (["--env-args", "views=coord"], "views"),
         (["--env-args", "view=cord"], "grid_coord"),
         (["--env-args", "coord"], "name=value"),
+        (["--eval-levels", "nope"], "ragen/simple"),
+        (["--filter", "bad"], "top_k"),
+        (["--device", "abacus"], "cuda"),
+        (["--seed", "-1"], "seed"),
+        (["--save-every", "0"], "at least 1"),
     ],
 )
 def test_what_is_unknown_names_the_known(tmp_path, model, flags, message, capsys):

@@ -1,5 +1,6 @@
 """What a backend is: prompts of token ids in, sampled ids with their log-probabilities out."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -24,7 +25,7 @@ class Sampling:
 
     def __post_init__(self):
         """Refuse values that mean nothing."""
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
             raise ValueError(f"needs temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_tokens >= 1: {self}")
 
 
