@@ -10,14 +10,14 @@ from rich.console import Console
 
 from ragen_agent.batch import Batch, collate
 from ragen_agent.chat import Chat
-from ragen_agent.evaluate import FIRST_SEED, evaluate
+from ragen_agent.evaluate import FIRST_SEED, evaluate, held_out
 from ragen_agent.metrics import summarise
 from ragen_agent.model import score
 from ragen_agent.policies import TeacherPolicy
 from ragen_agent.pretrained import save
 from ragen_agent.records import append
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, at_least_one, env_settings, split_of_env
+from ragen_agent.settings import Play, at_least_one, split_of_env
 from ragen_agent.updates import micro_batches, optimizer_of, schedule
 
 LESSONS = 1_000_000  # the teacher's levels of seed s start at (s + 1) times this; training by reward starts at 10,000
@@ -106,9 +106,9 @@ def run(config: Teach, console: Console | None = None) -> dict[str, float]:
             if step % max(1, updates // 20) == 0:
                 console.print(f"update {step}/{updates}  loss {loss:.4f}  gradient {norm:.2f}  {row['seconds']:.0f} s")
     save(config.out, pretrained)
-    held_out = config.world(split="val" if "split" in env_settings(config.env) else None)
+    val = held_out(config, "val", None, asked=False)
     seeds = range(FIRST_SEED, FIRST_SEED + config.eval_episodes)
-    result = summarise(evaluate(config.env, config.policy(pretrained, config.eval_temperature), seeds, **held_out))
+    result = summarise(evaluate(config.env, config.policy(pretrained, config.eval_temperature), seeds, **val))
     low, high = result["success_low"], result["success_high"]
     console.print(
         f"held-out success {result['success']:.1%} ({low:.1%} to {high:.1%}), well-formed {result['valid']:.1%}; saved to {config.out}"

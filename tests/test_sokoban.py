@@ -325,3 +325,9 @@ def test_the_exact_player_knows_the_budgets():
     few_moves = Sokoban(levels=[corridor], hints=True, moves_per_episode=4)
     few_turns = Sokoban(levels=[corridor], hints=True, moves_per_turn=2, turns_per_episode=2)
     assert [env.reset(seed=0)[1]["plan"] for env in (enough, few_moves, few_turns)] == [["Right"] * 5, ["Up"], ["Up"]]
+
+
+def test_a_limit_stays_reached():  # E01: the test is >=, not ==
+    env = gym.make("ragen/Sokoban-v0", turns_per_episode=1, moves_per_episode=50, moves_per_turn=1)
+    env.reset(seed=3)
+    assert [env.step("nothing")[3] for _ in range(3)] == [True, True, True]
