@@ -9,58 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ragen_agent.algos import find
-from ragen_agent.algos.starpo import StarPO, Totals, combine
-from ragen_agent.batch import Batch, collate
+from ragen_agent.algos.starpo import StarPO
 from ragen_agent.checkpoint import latest, number
 from ragen_agent.checkpoint import save as save_checkpoint
 from ragen_agent.display import Display
 from ragen_agent.evaluate import FIRST_SEED, baselines, evaluate, held_out, versions
-from ragen_agent.filters import STRATEGIES, uncertain
+from ragen_agent.learn import Learn, algorithm, learn
 from ragen_agent.metrics import summarise
 from ragen_agent.policies import LLMPolicy
-from ragen_agent.pretrained import Pretrained, load, save
+from ragen_agent.pretrained import Pretrained, save
 from ragen_agent.records import append, read, to_row, truncate, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, at_least_one, pairs, split_of_env
+from ragen_agent.settings import at_least_one, split_of_env
 from ragen_agent.types import Trajectory
-from ragen_agent.updates import micro_batches, optimizer_of
+from ragen_agent.updates import optimizer_of
 
 FIRST_LEVEL = 10_000  # as RAGEN's training seeds; the stream of levels never repeats within a run
 
 
 @dataclass
-class Train(Play):
+class Train(Learn):
     """Train a language model by multi-turn reinforcement learning and show that it learns."""
 
-    algo: str = "DrGRPO"
-    """An optimizer of ragen_agent.algos (see docs/algorithms.md), or my_file:MyPO for one of yours."""
-    algo_args: tuple[str, ...] = ()
-    """Settings of the optimizer as name=value, e.g. clip_high=0.2 kl_coef=0.001 gamma=0.99."""
     steps: int | None = None
     """Rounds of play and update; default: 30, or as many as the resumed run was to have."""
     groups: int = 32
     """Levels per round."""
     group_size: int = 8
     """Episodes per level: same board, luck of their own."""
-    keep: float = 0.5
-    """Train only on this share of the groups, those whose returns differ most (StarPO-S: 0.25); 1: on all."""
-    filter: str = "top_k"
-    """How `keep` chooses: top_k (a share of the groups), top_p (a share of the spread), softmax, or min_p."""
-    epochs: int = 1
-    """How often a round's episodes are gone through."""
-    minibatch: int = 32
-    """Episodes per optimizer step; 0: all at once."""
-    lr: float = 3e-4
-    """Learning rate of AdamW. A large pretrained model wants 1e-6 to 1e-5."""
-    weight_decay: float = 0.0
-    """AdamW's."""
-    grad_clip: float = 1.0
-    """The gradient's norm is cut to this."""
-    temperature: float = 1.0
-    """Sampling temperature of the rollouts, and of the trainer's log-probabilities."""
     eval_every: int = 0
     """Evaluate every so many rounds, besides before and after; 0: no more."""
     eval_episodes: int = 256
@@ -119,61 +96,7 @@ def run(config: Train, display: Display | None = None) -> dict[str, Any]:
     return results
 
 
-def learn(config: Train, algo: StarPO, optimizer: torch.optim.Optimizer, played: list[Trajectory], step: int) -> dict[str, float]:
-    """One round's updates; returns their metrics, averaged over the optimizer steps (maxima: the largest)."""
-    chosen, told = keep_uncertain(config, played)
-    if not chosen:
-        return told
-    batch = collate(chosen).to(next(algo.parameters()).device)
-    looked = algo.prepare(batch, max(1, config.micro_tokens // batch.ids.shape[1]))
-    shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-    rows: list[dict[str, float]] = []
-    for _ in range(config.epochs):
-        for part in minibatches(batch, config.minibatch, shuffle):
-            totals = Totals.of(part)
-            metrics = []
-            for index in micro_batches(part, config.micro_tokens):
-                loss, parts = algo(part.rows(index.to(part.ids.device)), totals)
-                loss.backward()
-                metrics.append(parts)
-            norm = nn.utils.clip_grad_norm_(algo.parameters(), config.grad_clip)
-            if not norm.isfinite():
-                raise ValueError(f"round {step}: the gradient is not finite; a smaller --lr or --grad-clip may help")
-            optimizer.step()
-            optimizer.zero_grad()
-            rows.append({**combine(metrics), "grad_norm": float(norm)})
-    means = {k: (max if k.endswith("_max") else lambda v: sum(v) / len(v))([row[k] for row in rows]) for k in rows[0]}
-    return {**told, **looked, **means, "updates": len(rows)}
-
-
-def keep_uncertain(config: Train, played: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
-    """The episodes that train: those of the groups whose raw returns differ most, as StarPO-S filters; never one without a token."""
-    spoken = [t for t in played if any(turn.reply.ids for turn in t.turns)]
-    if config.keep >= 1 or not spoken:
-        return spoken, {"kept": len(spoken) / len(played)}
-    kept = uncertain([t.reward for t in spoken], [t.level for t in spoken], config.keep, config.filter)
-    told = {"kept": sum(kept.mask) / len(played), "kept_groups": kept.groups, "broken_groups": kept.broken}
-    return [t for t, keep in zip(spoken, kept.mask, strict=True) if keep], told
-
-
-def minibatches(batch: Batch, episodes: int, shuffle: torch.Generator) -> list[Batch]:
-    """`batch` cut into shuffled parts of `episodes` whole episodes each, as equal as can be; 0: one part."""
-    count = int(batch.episode.max()) + 1
-    order = torch.randperm(count, generator=shuffle).to(batch.episode.device)
-    parts = order.tensor_split(max(1, round(count / episodes))) if episodes else (order,)
-    return [batch.rows(torch.isin(batch.episode, part).nonzero().flatten()) for part in parts if len(part)]
-
-
 # -- before, between and after ---------------------------------------------------------------------------------------------
-
-
-def algorithm(config: Train, pretrained: Pretrained) -> StarPO:
-    """The optimizer around the policy, with a frozen copy of the model where its KL term needs one."""
-    chosen = find(config.algo)
-    settings = {"temperature": config.temperature, **pairs(config.algo_args)}
-    device = str(next(pretrained.model.parameters()).device)
-    reference = load(config.model, device, config.dtype).model if chosen.wants_reference(**settings) else None
-    return chosen(pretrained.model, reference=reference, **settings)
 
 
 def eval_seeds(config: Train) -> range:
@@ -188,14 +111,9 @@ def held_out_settings(config: Train) -> dict[str, Any]:
 
 def checked(config: Train) -> Train:
     """`config` with its number of rounds; raises `ValueError` for what cannot run, before anything is written."""
-    names = ("groups", "group_size", "epochs", "eval_episodes", "save_every", "keep_checkpoints", "batch_rows", "micro_tokens")
+    names = ("groups", "group_size", "eval_episodes", "save_every", "keep_checkpoints", "batch_rows", "micro_tokens")
     at_least_one(config, *names)
-    if not 0 < config.keep <= 1:
-        raise ValueError(f"--keep is above 0 and at most 1, not {config.keep}")
-    if config.filter not in STRATEGIES:
-        raise ValueError(f"unknown filter {config.filter!r}; known: {', '.join(STRATEGIES)}")
-    if "temperature" in pairs(config.algo_args):
-        raise ValueError("give --temperature: sampler and trainer must have the same")
+    config.check_learning()
     split = split_of_env(config.env, config.world())
     if split is not None and not config.eval_levels and split in (config.eval_split, "every"):
         raise ValueError(f"training on the {split} boards would train on the held-out ones; give another --eval-split")

@@ -43,8 +43,8 @@ class TextEnv(gym.Env[str, str]):
 
     `info` (JSON-able): `rules` (what the player must know, made from this instance), `actions` (legal move names), `frames`
     (the boards since the last turn, as lists of tile numbers), `moves` (played this turn), `valid`, `effective` (the board
-    changed), `success`, `left` (moves left), `allowed` (moves allowed in the next turn), `seed`, `luck`; with `hints=True`
-    also `plan`, the exact player's moves from here.
+    changed), `success`, `state` (a key, as a list of integers: equal for equal states of a level), `left` (moves left), `allowed`
+    (moves allowed in the next turn), `seed`, `luck`; with `hints=True` also `plan`, the exact player's moves from here.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": list(RENDER_MODES), "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -105,6 +105,10 @@ class TextEnv(gym.Env[str, str]):
     def _board(self) -> np.ndarray:
         """The state's one face: (rows, columns) integer array of tile numbers."""
         raise NotImplementedError
+
+    def _state(self) -> list[int]:
+        """What tells one state of a level from another, for its dynamics; the board, where a game does not know better."""
+        return self._board().ravel().tolist()
 
     def _solved(self) -> bool:
         """Whether the goal is reached."""
@@ -202,6 +206,7 @@ class TextEnv(gym.Env[str, str]):
             "rules": self.rules(),
             "actions": list(self.actions),
             "success": bool(self._solved()),
+            "state": self._state(),
             "left": self.left,
             "allowed": self.allowed,
             "seed": self._seed,

