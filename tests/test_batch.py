@@ -59,3 +59,41 @@ def test_rows_cut_common_padding_and_keep_episodes_whole():
     part = batch.rows(torch.tensor([1]))
     assert part.ids.tolist() == [[7, 8]] and part.score.shape == (2,) and part.episode.tolist() == [1]
     assert len(batch.rows(torch.tensor([True, False]))) == 1
+
+
+def test_a_state_is_the_level_and_its_key_where_the_turn_began():
+    """Told by the world's key, never by text: equal keys of one level meet across episodes; of another level they do not."""
+
+    def keyed(turns, keys, **place):
+        made = episode(turns, **place)
+        made.info["state"] = keys[0]
+        for turn, key in zip(made.turns, keys[1:], strict=True):
+            turn.info["state"] = key
+        return made
+
+    one = keyed(TWO_TURNS, [[1, 2], [3], [1, 2]])
+    twin = keyed([([1], [2], 0.0), ([4], [5], 0.0)], [[3], [1, 2], [9]], luck=1)
+    other = keyed([([1], [2], 0.0)], [[3], [9]], seed=1)
+    batch = collate([one, twin, other])
+    assert batch.state[0].tolist() == [0] * 4 + [1] * 4
+    assert [row[:2] for row in batch.state[1:].tolist()] == [[1, 1], [0, 0], [2, 2]]
+    assert batch.state[1:, 2:].eq(-1).all()
+    assert collate([episode(TWO_TURNS)]).state.eq(-1).all()  # a world that tells none
+
+
+def test_worlds_are_numbered_in_order_of_appearance():
+    made = [episode([([1], [2], 0.0)], seed=seed) for seed in range(3)]
+    made[1].env_id = "ragen/Y-v0"
+    assert collate(made).world.tolist() == [0, 1, 0]
+
+
+def test_the_place_ahead_of_a_cut_episode_is_read_and_not_trained():
+    cut, over = episode(TWO_TURNS, truncated=True), episode([([7], [8], 1.0)], seed=1, terminated=True)
+    context = [1, 2, 3, 9, 4, 5, 6, 9, 7]
+    batch = collate([cut, over], ahead=[context, None])
+    assert batch.ids[0].tolist() == [*context, 0] and batch.real[0].all()
+    assert batch.ahead.nonzero().tolist() == [[0, 9]] and batch.turn[0].tolist() == [0] * 4 + [1] * 4 + [2] * 2
+    assert batch.tokens == 6 and batch.reward.sum().item() == pytest.approx(2.9, abs=1e-6)
+    moved = collate([cut, over], ahead=[[5, 5], None])  # a window: the next context does not extend the row
+    assert moved.ids[1].tolist()[:3] == [5, 5, 0] and moved.episode.tolist() == [0, 0, 1]
+    assert moved.ahead.nonzero().tolist() == [[1, 2]] and not moved.sampled[1].any()

@@ -369,3 +369,21 @@ def test_the_exact_player_is_shown_on_request_only(env_id):
         assert info["valid"]
         ended = terminated or truncated
     assert info["plan"] == []
+
+
+@every_id
+def test_the_state_key_tells_states_of_a_level_apart(env_id):
+    """Equal keys where the boards are equal, and only there; a list of integers, so that it survives JSON."""
+    env, seen, boards = make(env_id), {}, set()
+    rng = np.random.default_rng(0)
+    for luck in range(4):
+        _, info = env.reset(seed=3, options={"luck": luck})
+        over = False
+        while not over:
+            board = str(info["frames"][-1])
+            assert all(type(number) is int for number in info["state"])
+            assert seen.setdefault(tuple(info["state"]), board) == board
+            boards.add(board)
+            _, _, terminated, truncated, info = env.step(str(rng.choice(info["actions"])))
+            over = terminated or truncated
+    assert len(seen) == len(boards) > 1 or "Bandit" in env_id
