@@ -160,7 +160,7 @@ def _gradient(given: np.ndarray, episodes: tab.Episodes, policy: np.ndarray) -> 
 
 
 def figures(tally: Tally, exact: tab.Exact) -> dict[str, float]:
-    """The measures of one block of batches; see docs/credit.md. Names in SQUARED are squares, unbiased and so at times below 0."""
+    """The measures of some batches; see docs/credit.md. Names in SQUARED are squares, unbiased and so at times below 0."""
     truth = exact.advantage.reshape(-1)
     count, total, squares = (x.sum(0) for x in (tally.count, tally.total, tally.squares))
     seen = count > 1
@@ -187,16 +187,16 @@ def figures(tally: Tally, exact: tab.Exact) -> dict[str, float]:
 
 
 def intervals(tally: Tally, exact: tab.Exact) -> dict[str, list[float]]:
-    """name -> [value, low, high]: the mean over BLOCKS independent blocks of batches and its 95 % t interval; roots taken last."""
+    """name -> [value, low, high]: of all batches, with the 95 % t interval of a jackknife over BLOCKS blocks of them; roots taken last."""
     from scipy.stats import t
 
-    parts = [Tally(*(x[part] for x in tally)) for part in np.array_split(np.arange(len(tally.count)), BLOCKS)]
-    rows = [figures(part, exact) for part in parts]
-    half = t.ppf(0.975, BLOCKS - 1) / np.sqrt(BLOCKS)
+    blocks = np.array_split(np.arange(len(tally.count)), BLOCKS)
+    whole = figures(tally, exact)
+    without = [figures(Tally(*(np.delete(x, block, axis=0) for x in tally)), exact) for block in blocks]
     out = {}
-    for name in rows[0]:
-        values = np.array([row[name] for row in rows])
-        ends = values.mean() + half * values.std(ddof=1) * np.array([0, -1, 1])
+    for name, value in whole.items():
+        spread = np.std([row[name] for row in without])
+        ends = value + t.ppf(0.975, BLOCKS - 1) * np.sqrt(BLOCKS - 1) * spread * np.array([0, -1, 1])
         out[name] = (np.sqrt(ends.clip(0)) if name in SQUARED else ends).tolist()
     return out
 
