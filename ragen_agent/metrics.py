@@ -1,6 +1,6 @@
 """Episodes become numbers: rates with their intervals, returns, lengths, and how much the episodes of a group differ."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import comb, sqrt
 from statistics import fmean, stdev
@@ -9,6 +9,7 @@ from ragen_agent.types import Trajectory
 
 Z = 1.959964  # two-sided 95 %
 FLAT = 1e-6  # a group whose returns spread less than this has nothing to say about its policy
+GRAM = 3  # tokens in a row that count as a phrase in `repetition`
 
 
 def wilson(successes: int, n: int, z: float = Z) -> tuple[float, float]:
@@ -47,7 +48,9 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `episodes`, `success` with its Wilson interval `success_low`, `success_high`; `truncated` (cut by a limit) and `no_room` (by a full
     context); `return` with its standard error `return_se` (absent for one episode); per episode `turns`, `moves` (carried out) and
-    `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens` and `cut` (by max_tokens); and what `spread` says of the groups.
+    `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens` and `cut` (by max_tokens); per token `surprise`, the mean of
+    -logprob as sampled, an unbiased estimate of the policy's token entropy (absent where no logprob is known); and what `spread` says of
+    the groups.
     """
     if not trajectories:
         raise ValueError("no episodes to summarise")
@@ -71,7 +74,7 @@ def spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `groups`; and where some group has two episodes or more: `group_std` (the mean over those of the sample standard deviation of the
     returns), `flat_groups` (the share of them whose returns are all equal: they train nothing), and `pass_k`, the mean pass@k for `k`, the
-    size of the smallest.
+    size of the smallest; and where their first replies have tokens, what `likeness` says of those.
     """
     groups: dict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -85,7 +88,42 @@ def spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         row["flat_groups"] = fmean(max(r) - min(r) < FLAT for r in returns)
         row["pass_k"] = fmean(pass_at(k, len(group), sum(t.success for t in group)) for group in several)
         row["k"] = k
+    return row | likeness([[t.turns[0].reply.ids for t in group if t.turns and t.turns[0].reply.ids] for group in groups.values()])
+
+
+def likeness(groups: Sequence[Sequence[Sequence[int]]], n: int = GRAM) -> dict[str, float]:
+    """How alike the first replies (token ids) of the episodes of a group are: they all answer the same words. All in [0, 1].
+
+    `distinct`: the mean over groups of two replies or more of (different replies - 1) / (replies - 1); 0: one reply, 1: no two equal.
+    `repetition`: of pairs within a group, the n-grams that the two have in common over the n-grams of one, both as sums over all pairs
+    (`shared`); 0: nothing in common, 1: equal. `repetition_across`: the same of pairs from different groups, so of replies to different
+    words, which a high success does not explain. A reply shorter than n is one gram. What no pair speaks of is absent.
+    """
+    bags = [[_grams(ids, n) for ids in group] for group in groups]
+    several = [group for group in groups if len(group) > 1]
+    row = {"distinct": fmean((len(set(map(tuple, g))) - 1) / (len(g) - 1) for g in several)} if several else {}
+    parts = [shared(group) for group in bags]
+    inside = sum(common for common, _ in parts), sum(size for _, size in parts)
+    common, size = shared([bag for group in bags for bag in group])
+    if inside[1]:
+        row["repetition"] = inside[0] / inside[1]
+    if size > inside[1]:
+        row["repetition_across"] = (common - inside[0]) / (size - inside[1])
     return row
+
+
+def shared(bags: Sequence[Counter]) -> tuple[float, float]:
+    """Over all pairs of bags: the sum of what the two have in common, and the sum of their mean sizes. Linear in the bags' sizes."""
+    held: dict[object, list[int]] = defaultdict(list)
+    for bag in bags:
+        for gram, count in bag.items():
+            held[gram].append(count)
+    common = sum(count * after for counts in held.values() for after, count in enumerate(sorted(counts, reverse=True)))
+    return common, (len(bags) - 1) * sum(bag.total() for bag in bags) / 2
+
+
+def _grams(ids: Sequence[int], n: int) -> Counter:
+    return Counter(tuple(ids[i : i + n]) for i in range(max(1, len(ids) - n + 1)))
 
 
 def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -97,4 +135,6 @@ def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if turns:
         row["reply_tokens"] = tokens / len(turns)
         row["cut"] = fmean(turn.reply.finish == "length" for turn in turns)
+    if logprobs := [value for turn in turns for value in turn.reply.logprobs]:
+        row["surprise"] = 0.0 - fmean(logprobs)
     return row

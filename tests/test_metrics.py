@@ -1,11 +1,14 @@
 """Metrics against numbers worked by hand and from the literature."""
 
+from collections import Counter
+from itertools import combinations
 from math import sqrt
+from random import Random
 
 import pytest
 from scipy.stats import binomtest
 
-from ragen_agent.metrics import difference, pass_at, summarise, wilson
+from ragen_agent.metrics import difference, likeness, pass_at, shared, summarise, wilson
 from ragen_agent.types import Reply, Trajectory, Turn
 
 
@@ -109,6 +112,11 @@ def test_summarise_by_hand():
         "flat_groups": 0.5,
         "pass_k": 0.5,
         "k": 2,
+        "surprise": 1.0,
+        "distinct": 0.5,  # groups 1 and 2: two replies and one
+        # trigrams: (1, 1) is a reply of two, (1, 1, 1) four times in the reply of six; group 1 shares none, group 2 one of one
+        "repetition": 1 / 3.5,
+        "repetition_across": (6 - 1) / (4 * 8 / 2 - 3.5),  # (1, 1) four times: six pairs, one of them within group 2
     }
     assert row.keys() == expected.keys()
     for name, value in expected.items():
@@ -134,3 +142,55 @@ def test_groups_of_several_sizes():
 def test_no_episodes_is_an_error():
     with pytest.raises(ValueError, match="no episodes"):
         summarise([])
+
+
+ABC, ABD, XYZ = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[ABC, ABC]], {"distinct": 0, "repetition": 1}),
+        ([[ABC, XYZ]], {"distinct": 1, "repetition": 0}),
+        ([[ABC, ABD]], {"distinct": 1, "repetition": 2 / 3}),  # 123 and 234 of 123, 234, 345
+        ([[ABC, ABC, XYZ]], {"distinct": 0.5, "repetition": 3 / 7}),  # common 3; (3 + 3) / 2 + 2 * (3 + 1) / 2
+        ([[ABC], [ABC]], {"repetition_across": 1}),
+        ([[ABC, ABC], [XYZ]], {"distinct": 0, "repetition": 1, "repetition_across": 0}),
+        ([[ABC, XYZ], [ABC, XYZ]], {"distinct": 1, "repetition": 0, "repetition_across": 0.5}),
+        ([[[1], [1]], [[1, 2]]], {"distinct": 0, "repetition": 1, "repetition_across": 0}),  # short replies: one gram each
+        ([[[1] * 4, [1] * 5]], {"distinct": 1, "repetition": 2 / 2.5}),  # a gram counts as often as it is there
+        ([[], [ABC]], {}),
+        ([], {}),
+    ],
+)
+def test_likeness_by_hand(groups, expected):
+    assert likeness(groups) == pytest.approx(expected, abs=1e-12, rel=0)
+
+
+def test_what_pairs_share_is_counted_as_pair_by_pair():
+    chance = Random(0)
+    bags = [Counter(chance.choices(range(6), k=chance.randrange(9))) for _ in range(12)]
+    common, size = shared(bags)
+    assert common == sum((a & b).total() for a, b in combinations(bags, 2)) > 0
+    assert size == sum((a.total() + b.total()) / 2 for a, b in combinations(bags, 2))
+
+
+def test_only_first_replies_are_compared():
+    """Later turns answer to boards of their own."""
+    one, two = episode(1, [0.0, 0.0], False), episode(1, [0.0, 0.0], False)
+    two.turns[1].reply = Reply("", "", [0], [9] * 5, [-1.0] * 5)
+    assert summarise([one, two])["repetition"] == 1
+    two.turns[0].reply = two.turns[1].reply
+    assert summarise([one, two])["repetition"] == 0
+
+
+def test_surprise_is_a_token_mean():
+    """Two tokens of probability 1/e and six of 1/e^3: (2 + 18) / 8."""
+    one, two = episode(1, [0.0], False), episode(2, [0.0], False, ids=6)
+    two.turns[0].reply = two.turns[0].reply._replace(logprobs=[-3.0] * 6)
+    assert summarise([one, two])["surprise"] == pytest.approx(20 / 8, abs=1e-12, rel=0)
+
+
+def test_who_samples_no_tokens_has_no_surprise():
+    row = summarise([episode(1, [0.0], False, ids=0), episode(1, [0.0], False, ids=0)])
+    assert not row.keys() & {"surprise", "distinct", "repetition", "repetition_across"}
