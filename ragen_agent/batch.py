@@ -34,6 +34,7 @@ class Batch:
     value: Tensor | None = None  # (B, T) the critic's value of the state before token t
     advantage: Tensor | None = None  # (B, T)
     target: Tensor | None = None  # (B, T) what the critic learns
+    weight: Tensor | None = None  # (B, T) importance of trainer over sampler, where it is corrected; written by StarPO.prepare
 
     def __len__(self) -> int:
         """The number of rows."""

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import nn, tensor
+from torch import tensor
 
 from ragen_agent.algos import ARPO, BRPO, GRPO, PPO, DrGRPO, Totals
 from ragen_agent.algos.starpo import written
@@ -58,40 +58,6 @@ def test_an_episode_of_many_rows_counts_once(kind):
     assert grads[0].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("settings", [{}, {"gamma": 0.9, "lam": 0.8}, {"bi_level": True, "lam": 0.9}])
-def test_gae_runs_through_the_rows_of_an_episode(settings):
-    one = batch_of([(0, "..00.11.2"), (1, ".0")], [3, 0], [0, 0])
-    cut = batch_of([(0, "..00"), (0, "..11"), (0, "..2"), (1, ".0")], [3, 0], [0, 0])
-    found = []
-    for data in (one, cut):
-        data.ids.fill_(1)
-        agent = PPO(BigramLM.of(torch.eye(3)), whiten=False, **settings)
-        nn.init.constant_(agent.critic.bias, 0.5)
-        agent.prepare(data)
-        found.append((written(data, "advantage")[data.sampled].tolist(), written(data, "target")[data.sampled].tolist()))
-    assert found[0] == found[1]
-    if not settings:
-        assert found[0] == ([2.5, 2.5, 1.5, 1.5, 0.5, -0.5], [3, 3, 2, 2, 1, 0])
-
-
-@pytest.mark.parametrize(("bi_level", "wanted"), [(False, [0.38545344, 0.42424, 0.492, 0.6]), (True, [0.53792, 0.636, 0.492, 0.6])])
-def test_gae_by_hand_with_the_settings_of_the_optimizer(bi_level, wanted):
-    """The numbers of test_functional, by way of a batch in which the two turns are two rows."""
-    data = batch_of([(0, ".00"), (0, "...11")], [0], [0])
-    data.reward[1, 4] = 1.0
-    data.value = tensor([[9, 0.1, 0.2, 9, 9], [9, 9, 9, 0.3, 0.4]])
-    agent = PPO(policy(), gamma=0.9, lam=0.8, bi_level=bi_level, whiten=False)
-    torch.testing.assert_close(agent.advantage(data)[data.sampled], tensor(wanted), atol=1e-6, rtol=0)
-
-
-def test_rewards_less_the_kl_to_the_reference():
-    data = batch_of([(0, ".00")], [1], [0])
-    agent = PPO(policy(), reference=policy(7), kl_reward=0.5, whiten=False, lam=0.0, gamma=0.0)
-    agent.prepare(data)
-    k1 = (written(data, "old") - written(data, "ref"))[0, 1:]
-    torch.testing.assert_close(written(data, "advantage")[0, 1:], tensor([0.0, 1.0]) - 0.5 * k1, atol=1e-12, rtol=0)
-
-
 # ---- logprobs, entropy and the loss by hand ----
 
 TABLE = tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]])
@@ -102,17 +68,6 @@ def test_old_is_the_choice_given_what_came_before():
     data.ids = tensor([[0, 1, 2, 2]])
     ARPO(BigramLM.of(TABLE.log())).prepare(data)
     torch.testing.assert_close(written(data, "old")[0].exp(), tensor([1, 0.2, 0.3, 0.5]), atol=1e-6, rtol=0)
-
-
-def test_the_critic_sees_the_state_before_the_choice():
-    data = batch_of([(0, ".000")], [1], [0])
-    data.ids = tensor([[0, 1, 2, 2]])
-    agent = PPO(BigramLM.of(TABLE))
-    nn.init.constant_(agent.critic.bias, 1.0)
-    with torch.no_grad():
-        agent.critic.weight.copy_(tensor([[1.0, 0, 0]]))
-    agent.prepare(data)
-    torch.testing.assert_close(written(data, "value")[0, 1:], tensor([1.7, 1.1, 1.25]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("temperature", "wanted"), [(0.5, -0.142932), (1.0, -0.407606), (0.0, -0.407606)])
@@ -173,57 +128,109 @@ def test_constant_length():
     assert agent(data)[1]["loss"].item() == pytest.approx(0.25, abs=1e-6)
 
 
-def test_importance_weight_of_the_sampler_is_capped():
-    data = batch_of([(0, ".00")], [1], [0])
-    agent = ARPO(policy(), sampler_cap=2.0)
-    agent.prepare(data)
-    data.logprob = written(data, "old") - tensor([[0, math.log(1.5), 5]])
-    assert agent(data)[1]["pg_loss"].item() == pytest.approx(-(1.5 + 2) / 2, abs=1e-6)
+# ---- ratios ----
 
 
-@pytest.mark.parametrize(("clip", "wanted"), [(None, 0.81), (0.05, 0.9025)])
-def test_value_loss(clip, wanted):
-    """Old value 0, new .1, target 1: (.1 - 1)^2, or (.05 - 1)^2 where the value may move by .05."""
-    data = batch_of([(0, ".0")], [1], [0])
-    agent = PPO(policy(), value_clip=clip, value_coef=0.5)
+@pytest.mark.parametrize(
+    ("ratio", "loss", "clipped", "largest"),
+    [("token", -0.1033333, 0.4, 4.0), ("sequence", -0.24, 1.0, 2.0), ("sequence-token", -0.24, 1.0, 2.0)],
+)
+def test_the_ratio_of_a_token_and_of_an_episode(ratio, loss, clipped, largest):
+    """Token ratios 4 and 1 under A = 1, of geometric mean 2; 1/4, 1 and 1 under A = -1, of geometric mean .62996.
+
+    By token: (-1.28 - 1) / 2 and (.8 + 1 + 1) / 3, their mean -.103333; by episode: -1.28 and .8, their mean -.24.
+    """
+    data = batch_of([(0, ".00"), (1, ".000")], [1, -1], [0, 0])
+    agent = ARPO(policy(), ratio=ratio, aggregation="seq-mean-token-mean")
     agent.prepare(data)
-    nn.init.constant_(agent.critic.bias, 0.1)
+    data.old = written(data, "old") - tensor([[1, 4, 1, 1], [1, 0.25, 1, 1]]).log()
+    _, metrics = agent(data)
+    assert metrics["pg_loss"].item() == pytest.approx(loss, abs=1e-6)
+    assert metrics["clip_fraction"].item() == pytest.approx(clipped, abs=1e-6)
+    assert metrics["ratio_max"].item() == pytest.approx(largest, abs=1e-6)
+
+
+def test_one_ratio_one_advantage():
+    """Under "sequence" an episode trains on the mean of its tokens' advantages: rewards to come 2, 1 and 1 are 4 / 3 each."""
+    for ratio, wanted in (("sequence", [4 / 3] * 3), ("sequence-token", [2, 1, 1])):
+        data = batch_of([(0, ".0"), (0, "..11")], [2], [0])
+        PPO(policy(), ratio=ratio, whiten=False).prepare(data)
+        torch.testing.assert_close(written(data, "advantage")[data.sampled].float(), tensor(wanted).float(), atol=1e-6, rtol=0)
+
+
+# ---- weights of groups, rounds and tokens ----
+
+
+def test_soft_reweighting_by_the_spread_of_the_group():
+    """Spreads .707107, 1.414214 and 0: half, all (less 1e-6 of it) and nothing of the advantages +-.5, +-1 and 0."""
+    data = batch_of([(i, ".0") for i in range(6)], [1, 0, 2, 0, 5, 5], [0, 0, 1, 1, 2, 2])
+    DrGRPO(policy(), reweight=True).prepare(data)
+    wanted = tensor([0.2499998, -0.2499998, 0.9999993, -0.9999993, 0, 0])
+    torch.testing.assert_close(written(data, "advantage")[:, 1].float(), wanted, atol=1e-6, rtol=0)
+
+
+def test_the_scale_of_a_filtered_round_comes_last():
+    data = copy.deepcopy(PAIRS)
+    BRPO(policy(), clamp_low=-1.0).prepare(data, scale=0.5)
+    torch.testing.assert_close(written(data, "advantage")[:, 1], tensor([0.2499995, -0.5, 0.2499995, 0.2499995]), atol=1e-6, rtol=0)
+
+
+CORRECTED = [  # settings, loss, mean weight, share corrected: importance 1.5 and 4 under A = 1
+    ({"correction": "truncate"}, -1.75, 1.75, 0.5),
+    ({"correction": "mask"}, -0.75, 0.75, 0.5),  # the dropped token still counts among the two
+    ({"correction": "mask", "correction_low": 2.0, "correction_high": 5.0}, -2.0, 2.0, 0.5),
+    ({"correction": "truncate", "correction_level": "sequence", "correction_high": 5.0}, -5.0, 5.0, 1.0),  # 1.5 * 4 = 6
+    ({"correction": "truncate", "correction_level": "sequence", "correction_high": 7.0}, -6.0, 6.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("settings", "loss", "mean", "share"), CORRECTED)
+@pytest.mark.parametrize("parts", [[[0, 1]], [[0], [1]]])
+def test_importance_correction(settings, loss, mean, share, parts):
+    data = batch_of([(0, ".0"), (0, ".1")], [1], [0])
+    agent = ARPO(policy(), **settings)
+    agent.prepare(data)
+    data.logprob = written(data, "old") - tensor([[0, math.log(1.5)], [0, math.log(4)]])
+    notes = agent.prepare(data)
+    assert (notes["correction_mean"], notes["correction_share"]) == pytest.approx((mean, share), abs=1e-6)
+    assert gradient(agent, data, parts)[1]["pg_loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_without_correction_there_is_no_weight():
+    data = batch()
+    assert "correction_mean" not in ARPO(policy()).prepare(data) and data.weight is None
+
+
+# ---- the coefficient of the KL ----
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_an_adaptive_coefficient_follows_the_kl_and_is_saved(kl_in):
+    """A KL more than a fifth under its target: three episodes of 15 move the coefficient by -.2 * 3 / 15, from .5 to .48."""
+    settings = {"kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 15, "kl_kind": "k2", "kl_in": kl_in}
+    table = tensor([[0.0, 0, 0]] * 3)
+    far = table.clone()
+    far[:, 0] = -0.4
+    agent = ARPO(BigramLM.of(table), reference=BigramLM.of(far), **settings)
+    data = batch_of([(i, ".0") for i in range(3)], [1, 1, 1], [0] * 3)
+    data.ids.fill_(0)
+    d = math.log(1 / 3) - (-0.4 - math.log(2 + math.exp(-0.4)))
+    assert d * d / 2 < 0.08
+    notes = agent.prepare(data)
+    assert notes["kl_old"] == pytest.approx(d * d / 2, abs=1e-6) and notes["kl_weight"] == pytest.approx(0.5, abs=1e-6)
+    assert agent.kl_now == pytest.approx(0.48, abs=1e-6)
+    first = 1 - 0.5 * d * d / 2 if kl_in == "reward" else 1.0
+    assert written(data, "advantage")[0, 1].item() == pytest.approx(first, abs=1e-6)
     loss, metrics = agent(data)
-    assert metrics["value_loss"].item() == pytest.approx(wanted, abs=1e-6)
-    assert (loss - metrics["pg_loss"]).item() == pytest.approx(wanted / 2, abs=1e-6)
+    if kl_in == "loss":  # the round's own loss has the coefficient that the round's KL called for
+        assert (loss - metrics["pg_loss"]).item() == pytest.approx(0.48 * d * d / 2, abs=1e-6)
+    again = ARPO(BigramLM.of(table), reference=BigramLM.of(far), **settings)
+    again.load_state_dict(agent.state_dict())
+    assert again.kl_now == agent.kl_now
+    assert "kl_weight" not in ARPO(policy(), reference=policy(), kl_coef=0.1).state_dict()
 
 
-def test_a_term_without_weight_never_meets_the_loss():
-    data = batch_of([(0, ".0")], [1], [0])
-    agent = PPO(policy(), value_coef=0.0)
-    agent.prepare(data)
-    written(data, "target").fill_(math.inf)
-    loss, metrics = agent(data)
-    assert metrics["value_loss"] == math.inf and loss.item() == metrics["pg_loss"].item() == 0
-
-
-@pytest.mark.parametrize("detach", [True, False])
-def test_detach_keeps_the_value_loss_out_of_the_policy(detach):
-    data = batch_of([(0, ".00"), (1, ".0")], [1, 1], [0, 0])  # flat: whitened advantages are 0, only the value loss is left
-    agent = PPO(policy(), detach=detach)
-    agent.prepare(data)
-    nn.init.constant_(agent.critic.weight, 0.1)
-    gradient(agent, data, [[0, 1]])
-    moving = max(w.grad.abs().max().item() for w in agent.policy.parameters() if w.grad is not None)
-    assert (moving == 0) is detach
-    assert agent.critic.weight.grad is not None and agent.critic.weight.grad.abs().max() > 0
-
-
-def test_explained_variance():
-    data = batch_of([(0, ".0"), (1, ".0")], [1, 0], [0, 0])
-    data.ids = tensor([[0, 0], [1, 0]])
-    agent = PPO(BigramLM.of(torch.eye(3)))
-    assert agent.prepare(data)["explained_variance"] == pytest.approx(0, abs=1e-6)
-    with torch.no_grad():
-        agent.critic.weight.copy_(tensor([[0.5, 0, 0]]))  # half of the truth: (1 - .5)^2 of the variance is left
-    assert agent.prepare(data)["explained_variance"] == pytest.approx(0.75, abs=1e-6)
-    alone = data.rows(tensor([0]))  # one token has no variance to explain
-    assert agent.prepare(alone)["explained_variance"] == 0
+# ---- what cannot be ----
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,6 +1,7 @@
 """Settings and names of the optimizers: unknown ones list the known, yours are found, the document is true."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -24,6 +25,21 @@ from tests.algo_parts import WHOLE, batch, gradient, policy
         ({"clip_high": None}, "float"),
         ({"dual_clip": "3"}, "float or None"),
         ({"train": False}, "known"),
+        ({"refill": 3}, "known"),
+        ({"ratio": "episode"}, "token, sequence, sequence-token"),
+        ({"kl_in": "both"}, "loss, reward"),
+        ({"correction": "clip"}, "truncate, mask or None"),
+        ({"correction_level": "turn"}, "token, sequence"),
+        ({"dual_clip": 1.0}, "above 1"),
+        ({"clip_low": -0.1}, "at least 0"),
+        ({"clip_high": math.nan}, "float"),
+        ({"entropy_coef": math.nan}, "float"),
+        ({"kl_coef": -0.1}, "at least 0"),
+        ({"temperature": -1}, "at least 0"),
+        ({"horizon": 0}, "above 0"),
+        ({"kl_target": 0}, "above 0"),
+        ({"kl_target": 0.1}, "kl_coef"),
+        ({"correction_low": 3.0}, "above correction_high"),
     ],
 )
 def test_bad_settings_are_errors_that_list_the_known(kind, bad, told):
@@ -31,7 +47,23 @@ def test_bad_settings_are_errors_that_list_the_known(kind, bad, told):
         kind(policy(), **bad)
 
 
-@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"kl_reward": 0.1}])
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"credit": "row"}, "token, bi-level, turn"),
+        ({"gamma": 1.1}, "from 0 to 1"),
+        ({"lam": -0.1}, "from 0 to 1"),
+        ({"turn_gamma": 2}, "from 0 to 1"),
+        ({"value_clip": -1}, "at least 0"),
+        ({"value_coef": -1}, "at least 0"),
+    ],
+)
+def test_bounds_of_ppo(bad, told):
+    with pytest.raises(ValueError, match=told):
+        PPO(policy(), **bad)
+
+
+@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}])
 def test_who_wants_a_reference(settings):
     assert not PPO.wants_reference(clip_high=0.3) and not PPO(policy()).uses_reference
     assert PPO.wants_reference(**settings) and PPO(policy(), reference=policy(), **settings).uses_reference
@@ -120,4 +152,4 @@ def test_every_recipe_in_the_document_is_accepted():
         if name in ALGOS:
             pairs = [pair.split("=") for pair in args.split()]
             for key, value in pairs:
-                find(name).checked(key, value if key in StarPO.CHOICES else json.loads(value))
+                find(name).checked(key, value if key in find(name).CHOICES else json.loads(value))

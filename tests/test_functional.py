@@ -190,6 +190,41 @@ def test_bi_level_gae_of_one_turn_is_gae():
     close(F.bi_level_gae(PAID, row(VALUE), MASK, one, 0.9, 0.8), F.gae(PAID, row(VALUE), MASK, 0.9, 0.8).tolist())
 
 
+def test_turn_gae_by_hand():
+    # turn 1: 2 - .3 = 1.7; turn 0: (1 + .5) + .9 * .3 - .1 + .72 * 1.7 = 2.894: all its rewards, the value at its first token alone
+    found = F.turn_gae(row([0.5, 1, 7, 7, 0, 2]), row([0.1, 99, 9, 9, 0.3, 99]), MASK, TURNS, 0.8, 0.9)
+    close(found, [[2.894, 2.894, 0, 0, 1.7, 1.7]])
+
+
+def test_turn_gae_of_turns_of_one_token_is_gae():
+    turn, mask = tensor([[0, 1, 1, 2, 3]]), tensor([[True, True, False, True, True]])
+    paid, worth = row([1, 0, 9, 0.5, 2]), row([0.1, 0.2, 9, 0.3, 0.4])
+    close(F.turn_gae(paid, worth, mask, turn, 0.8, 0.9), F.gae(paid, worth, mask, 0.9, 0.8).tolist())
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_turn_gae_ignores_what_is_masked(junk):
+    paid, worth, turn = row([0, 0, junk, junk, 0, 1]), row([0.1, junk, junk, junk, 0.3, junk]), tensor([[0, 0, -5, 9, 1, 1]])
+    assert F.turn_gae(paid, worth, MASK, turn).tolist() == F.turn_gae(PAID, row(VALUE), MASK, TURNS).tolist()
+
+
+def test_first_tokens_of_turns():
+    mask = tensor([[False, True, True, False, True, True], [True, False, True, False, False, False], [False] * 6])
+    turn = tensor([[0, 0, 0, 7, 1, 2], [3, 9, 3, -1, -1, -1], [0] * 6])  # what is not sampled may say anything
+    assert F.firsts(mask, turn).tolist() == [[False, True, False, False, True, True], [True] + [False] * 5, [False] * 6]
+
+
+def test_episode_sum():
+    x, mask = tensor([[1.0, math.nan], [2.0, 4.0], [8.0, math.inf]]), tensor([[True, False], [True, True], [True, False]])
+    assert F.episode_sum(x, mask, tensor([2, 0, 2]), 4).tolist() == [6, 0, 9, 0]
+    assert F.episode_sum(mask.long(), mask, tensor([2, 0, 2]), 4).tolist() == [2, 0, 2, 0]
+
+
+def test_group_std():
+    close(F.group_std(tensor([1.0, 0, 0, 1, 7, 2, 2]), tensor([0, 0, 0, 0, 1, 2, 2])), [0.5773503] * 4 + [0, 0, 0])
+    assert F.group_std(tensor([0.1 + 0.2, 0.3], dtype=torch.float64), tensor([0, 0])).eq(0).all()
+
+
 def test_an_episode_of_two_rows_is_one_line():
     # rows 0 and 2 are windows of episode 1 (turns 1 and 0, in the wrong order), row 1 is episode 0
     mask = tensor([[False, True, True], [True, False, True], [True, True, False]])

@@ -57,11 +57,16 @@ def group_standardise(score: Tensor, group: Tensor, std: bool = True, eps: float
     A flat group gives exactly 0. So does a group of one: nothing to compare with (RAGEN passes the raw reward on; use ARPO for that).
     Shao et al. 2024 (arXiv 2402.03300); `std=False` is Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783).
     """
+    centred, spread = _groups(score.to(torch.promote_types(score.dtype, torch.float32)), group)[1], group_std(score, group)
+    return torch.where(spread == 0, 0.0, centred / (spread + eps) if std else centred)
+
+
+def group_std(score: Tensor, group: Tensor) -> Tensor:
+    """The sample standard deviation of each episode's group (E,); exactly 0 in a flat group and in a group of one."""
     x = score.to(torch.promote_types(score.dtype, torch.float32))
     size, centred, squares = _groups(x, group)
-    spread = (squares / (size - 1).clamp(min=1)).sqrt()
-    flat = spread <= FLAT * (x - centred).abs().clamp(min=1)
-    return torch.where(flat, 0.0, centred / (spread + eps) if std else centred)
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return torch.where(std <= FLAT * (x - centred).abs().clamp(min=1), 0.0, std)
 
 
 def rloo(score: Tensor, group: Tensor) -> Tensor:
@@ -74,6 +79,20 @@ def rloo(score: Tensor, group: Tensor) -> Tensor:
 def spread(x: Tensor, episode: Tensor, mask: Tensor) -> Tensor:
     """One number per episode (E,) on every sampled token of its rows: (B, T), 0 where not `mask`."""
     return torch.where(mask, x[episode][:, None], 0.0)
+
+
+def episode_sum(x: Tensor, mask: Tensor, episode: Tensor, count: int) -> Tensor:
+    """The sum of `x` (B, T) where `mask` over all rows of each of `count` episodes: (count,)."""
+    row = torch.where(mask, x, 0).sum(1)
+    return row.new_zeros(count).index_add(0, episode, row)
+
+
+def firsts(mask: Tensor, turn: Tensor) -> Tensor:
+    """True at the first sampled token of each turn of a row (B, T); a turn's sampled tokens stand in one row, as `collate` lays them."""
+    order = torch.arange(mask.shape[1], device=mask.device)
+    latest = torch.where(mask, order, -1).cummax(1).values  # the last sampled token up to here
+    before = torch.cat([torch.full_like(latest[:, :1], -1), latest[:, :-1]], 1)
+    return mask & ((before < 0) | (turn != turn.gather(1, before.clamp(min=0))))
 
 
 def returns(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -99,15 +118,24 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float = 1.0, lam: fl
 
 
 def bi_level_gae(
-    reward: Tensor, value: Tensor, mask: Tensor, turn: Tensor, gamma: float = 1.0, lam: float = 1.0, turn_gamma: float = 0.95
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    turn: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    turn_gamma: float = 0.95,
+    bootstrap: Tensor | None = None,
 ) -> Tensor:
     """RAGEN's two-level GAE (B, T): `turn_gamma` discounts between turns, `gamma` between the tokens of one (arXiv 2504.20073).
 
-    Over the turns' last tokens e_k: A_k = r_k + turn_gamma V(e_k+1) - V(e_k) + turn_gamma lam A_k+1. Inside turn k plain GAE that
-    ends at e_k with the reward A_k + V(e_k). `turn` (B, T) says which turn a sampled token belongs to.
+    Over the turns' last tokens e_k: A_k = r_k + turn_gamma V(e_k+1) - V(e_k) + turn_gamma lam A_k+1, where r_k is the reward on e_k and
+    V after the last turn is `bootstrap` (B,), default 0. Inside turn k plain GAE that ends at e_k with the reward A_k + V(e_k).
+    `turn` (B, T) says which turn a sampled token belongs to.
     """
     reward, value = torch.where(mask, reward, 0.0), torch.where(mask, value, 0.0)
-    high_value, high, ahead, carry = (torch.zeros_like(value[:, 0]) for _ in range(4))
+    high, ahead, carry = (torch.zeros_like(value[:, 0]) for _ in range(3))
+    high_value = torch.zeros_like(high) if bootstrap is None else bootstrap
     latest = torch.full_like(turn[:, 0], -1)  # the turn of the sampled token to the right
     out = torch.zeros_like(value)
     for t in reversed(range(value.shape[1])):
@@ -121,6 +149,22 @@ def bi_level_gae(
         carry, ahead = torch.where(mask[:, t], here, carry), torch.where(mask[:, t], now, ahead)
         latest = torch.where(mask[:, t], turn[:, t], latest)
     return out
+
+
+def turn_gae(
+    reward: Tensor, value: Tensor, mask: Tensor, turn: Tensor, lam: float = 1.0, turn_gamma: float = 1.0, bootstrap: Tensor | None = None
+) -> Tensor:
+    """GAE with the turn as the step (B, T), the same for every sampled token of a turn; `turn` (B, T) says which it belongs to.
+
+    A_k = r_k + turn_gamma V_k+1 - V_k + turn_gamma lam A_k+1: r_k the sum of the rewards in turn k, V_k the value at its first sampled
+    token; after the last turn V is `bootstrap` (B,), default 0.
+    """
+    first = firsts(mask, turn)
+    number = (first.cumsum(1) - 1).clamp(min=0)  # 0, 1, 2...: the turns of a row in a line
+    paid = torch.zeros_like(value).scatter_add(1, number, torch.where(mask, reward, 0.0).to(value.dtype))
+    worth = torch.zeros_like(value).scatter_add(1, number, torch.where(first, value, 0.0))
+    there = torch.arange(mask.shape[1], device=mask.device) < first.sum(1, keepdim=True)
+    return torch.where(mask, gae(paid, worth, there, turn_gamma, lam, bootstrap).gather(1, number), 0.0)
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -155,6 +199,11 @@ def kl(logp: Tensor, ref: Tensor, kind: str = "k3") -> Tensor:
     if kind == "k3":
         return (torch.expm1((-d).clamp(max=WALL)) + d).clamp(min=0)
     raise ValueError(f"unknown kl kind {kind!r}; known: {', '.join(KLS)}")
+
+
+def adaptation(kl: float, target: float, count: float, horizon: float) -> float:
+    """A KL coefficient's factor: 1 + clip(kl / target - 1, -.2, .2) * count / horizon (arXiv 1909.08593); of a KL that is NaN, 1."""
+    return 1.0 if kl != kl else 1 + min(max(kl / target - 1, -0.2), 0.2) * count / horizon
 
 
 def aggregate(

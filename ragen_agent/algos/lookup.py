@@ -5,16 +5,22 @@ import os
 import sys
 from typing import Any
 
-from ragen_agent.algos.brpo import ARPO, BRPO
-from ragen_agent.algos.grpo import GRPO, DrGRPO
+from ragen_agent.algos.brpo import ARPO, BRPO, Normalised
+from ragen_agent.algos.dapo import DAPO
+from ragen_agent.algos.gigpo import MTGRPO, GiGPO
+from ragen_agent.algos.grpo import GRPO, RLOO, DrGRPO
+from ragen_agent.algos.gspo import CISPO, GSPO, GSPOToken
 from ragen_agent.algos.ppo import PPO
+from ragen_agent.algos.reinforce import ReBN, ReinforcePP, ReinforcePPBaseline
 from ragen_agent.algos.starpo import StarPO
 
-ALGOS: dict[str, type[StarPO]] = {algo.__name__: algo for algo in (ARPO, BRPO, DrGRPO, GRPO, PPO)}
+_RAGEN = (ARPO, BRPO, DrGRPO, GRPO, PPO)
+_KIN = (CISPO, DAPO, GiGPO, GSPO, GSPOToken, MTGRPO, Normalised, ReBN, ReinforcePP, ReinforcePPBaseline, RLOO)
+ALGOS: dict[str, type[StarPO]] = {algo.__name__: algo for algo in (*_RAGEN, *_KIN)}
 
 
 def find(name: str) -> type[StarPO]:
-    """The optimizer `name`: one of ARPO, BRPO, DrGRPO, GRPO, PPO, or "module:Class", importable from the current folder too.
+    """The optimizer `name`: one of `ALGOS`, or "module:Class", importable from the current folder too.
 
     ValueError, listing the known ones, where there is none.
     """

@@ -1,4 +1,4 @@
-"""PPO: a critic on the policy's own hidden states, and advantages per token by GAE, over turns and windows of an episode."""
+"""PPO: a critic on hidden states, the policy's or its own model's, and advantages by GAE per token, turn or both."""
 
 from typing import Any
 
@@ -8,26 +8,34 @@ from torch import Tensor, nn
 from ragen_agent.algos import functional as F
 from ragen_agent.algos.starpo import StarPO, summed, written
 from ragen_agent.batch import Batch
-from ragen_agent.model import Scores, score
+from ragen_agent.model import Scores, score, split
 
 
 class PPO(StarPO):
     """Clipped policy optimisation with a learned baseline (arXiv 1707.06347, 1506.02438); RAGEN's default optimizer.
 
-    The critic is one linear layer on the last hidden state before the token, 0 at the start. An episode of several rows is one
-    sequence. Episodes cut by a limit are not bootstrapped: the return is what was paid, as in RAGEN, whose limits belong to the task.
+    The critic is one linear layer, 0 at the start, on the last hidden state before the token: the policy's, or with `critic_model` that
+    of a model of its own. An episode of several rows is one sequence. Unless `bootstrap`, an episode cut by a limit was paid all it gets,
+    as in RAGEN, whose limits belong to the task.
     """
 
-    KL_SETTINGS = ("kl_coef", "kl_reward")
+    CHOICES = {**StarPO.CHOICES, "credit": ("token", "bi-level", "turn")}
+    BOUNDS = {
+        **StarPO.BOUNDS,
+        **dict.fromkeys(("gamma", "lam", "turn_gamma"), "from 0 to 1"),
+        **dict.fromkeys(("value_coef", "value_clip"), "at least 0"),
+    }
 
     gamma: float = 1.0
     """Discount from one sampled token to the next."""
     lam: float = 1.0
     """GAE's lambda; 1: the return minus the value."""
-    bi_level: bool = False
-    """RAGEN's two-level GAE: `turn_gamma` between turns, `gamma` within one."""
+    credit: str = "token"
+    """Steps of GAE: token; bi-level: RAGEN's, turns by their last tokens, then the tokens of each; turn: one value and advantage a turn."""
     turn_gamma: float = 0.95
-    """Discount from one turn to the next; bi_level only."""
+    """Discount from one turn to the next; credit bi-level and turn."""
+    bootstrap: bool = False
+    """Start GAE from the value of the last observation where an episode was cut by a limit, instead of from 0."""
     whiten: bool = True
     """Standardise the advantages over the sampled tokens of the update batch, of all processes."""
     value_coef: float = 0.5
@@ -36,21 +44,66 @@ class PPO(StarPO):
     """Let the value move at most this far from the old one before its loss stops teaching it; None: no limit."""
     detach: bool = False
     """Keep the value loss out of the policy's weights: only the critic's layer learns from it."""
-    kl_reward: float = 0.0
-    """Take kl_reward * k1(old, reference) from each token's reward; needs a reference."""
+    critic_model: bool = False
+    """Read values from a model of their own, the keyword `critic`, instead of from the policy."""
 
-    def __init__(self, policy: nn.Module, *, reference: nn.Module | None = None, **settings: Any) -> None:
-        """As StarPO; the critic's layer takes the width, device and (at least fp32) precision of the policy's output layer."""
+    def __init__(self, policy: nn.Module, *, reference: nn.Module | None = None, critic: nn.Module | None = None, **settings: Any) -> None:
+        """As StarPO; `critic` is a causal model whose body is read and trained, never its output layer.
+
+        The critic's layer takes the width, device and (at least fp32) precision of the output layer of the model it reads.
+        """
         super().__init__(policy, reference=reference, **settings)
-        output: Tensor = policy.get_output_embeddings().weight  # pyright: ignore  (Hugging Face's own accessor)
+        if self.critic_model != (critic is not None):
+            raise ValueError("PPO with critic_model needs critic=a causal model" if critic is None else "a critic needs critic_model=True")
+        output: Tensor = (policy if critic is None else critic).get_output_embeddings().weight  # pyright: ignore  (Hugging Face's own accessor)
         wide = torch.promote_types(output.dtype, torch.float32)
         self.critic = nn.Linear(output.shape[1], 1, device=output.device, dtype=wide)
         nn.init.zeros_(self.critic.weight)
         nn.init.zeros_(self.critic.bias)
+        self._judge: list[nn.Module] = []  # in a list, so that its output layer, which nothing trains, is no parameter
+        if critic is not None:
+            self._judge.append(critic.eval())
+            self.critic_body: nn.Module = split(critic)[0]
+
+    @classmethod
+    def wants_critic(cls, **settings: Any) -> bool:
+        """Whether an optimizer with these settings reads a critic model of its own."""
+        return bool({**cls.settings(), **settings}["critic_model"])
+
+    def agree(self) -> None:
+        """Also: `detach` is for a critic that shares the policy's body."""
+        super().agree()
+        if self.detach and self.critic_model:
+            raise ValueError("detach is for a critic on the policy's states; with critic_model no value loss meets the policy")
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether `collate` must be told what lay ahead of the episodes that a limit cut."""
+        return self.bootstrap
+
+    @property
+    def per_turn(self) -> tuple[str, ...]:
+        """With credit by turn a value is learned once a turn."""
+        return ("value_loss",) if self.credit == "turn" else ()
+
+    def parameter_groups(self, lr: float, critic_lr: float | None = None) -> list[dict[str, Any]]:
+        """The policy at `lr`, the critic's layer and model at `critic_lr` (None: at `lr`)."""
+        own = [p for name, p in self.named_parameters() if name.startswith("critic") and p.requires_grad]
+        return [*super().parameter_groups(lr), {"params": own, "lr": lr if critic_lr is None else critic_lr}]
+
+    def train(self, mode: bool = True) -> "PPO":
+        """As in torch, but policy and critic model stay in eval mode."""
+        super().train(mode)
+        for model in self._judge:
+            model.eval()
+        return self
 
     def see(self, batch: Batch) -> Scores:
-        """The policy's view of the tokens, with its hidden states."""
-        return score(self.policy, batch.ids, batch.real, self.temperature, sampled=batch.sampled, hidden=True)
+        """The policy's view of the tokens, with the hidden states that the critic reads."""
+        if not self._judge:
+            return self.read(self.policy, batch, hidden=True)
+        states = score(self._judge[0], batch.ids, batch.real, sampled=torch.zeros_like(batch.sampled), hidden=True).hidden
+        return self.read(self.policy, batch)._replace(hidden=states)
 
     def value(self, scores: Scores) -> Tensor:
         """The critic's value (B, T) of the state before each token."""
@@ -67,21 +120,31 @@ class PPO(StarPO):
         def packed(x: Tensor) -> Tensor:
             return x.new_zeros(shape).index_put((line, place), x[row, column])
 
-        value, mask, reward = written(batch, "value"), packed(batch.sampled), batch.reward
-        if self.kl_reward:
-            reward = reward - self.kl_reward * F.kl(written(batch, "old"), written(batch, "ref"), "k1")
-        paid, worth = packed(reward).to(value.dtype), packed(value)
-        if self.bi_level:
-            line_gain = F.bi_level_gae(paid, worth, mask, packed(batch.turn), self.gamma, self.lam, self.turn_gamma)
+        value, mask, turn = written(batch, "value"), packed(batch.sampled), packed(batch.turn)
+        paid, worth, ahead = packed(self.rewards(batch)).to(value.dtype), packed(value), self.ahead(batch, value)
+        if self.credit == "bi-level":
+            line_gain = F.bi_level_gae(paid, worth, mask, turn, self.gamma, self.lam, self.turn_gamma, ahead)
+        elif self.credit == "turn":
+            line_gain = F.turn_gae(paid, worth, mask, turn, self.lam, self.turn_gamma, ahead)
         else:
-            line_gain = F.gae(paid, worth, mask, self.gamma, self.lam)
+            line_gain = F.gae(paid, worth, mask, self.gamma, self.lam, ahead)
         gain = torch.zeros_like(value).index_put((row, column), line_gain[line, place])
-        batch.target = torch.where(batch.sampled, gain + value, 0.0)
+        batch.target = torch.where(self.judged(batch), gain + value, 0.0)
         return F.standardise(gain, batch.sampled, reduce=summed) if self.whiten else gain
+
+    def ahead(self, batch: Batch, value: Tensor) -> Tensor | None:
+        """(E,) the value of the last observation of each episode that a limit cut, 0 for others; None unless `bootstrap`."""
+        if not self.bootstrap:
+            return None
+        return F.episode_sum(value, batch.ahead, batch.episode, len(batch.group))
+
+    def judged(self, batch: Batch) -> Tensor:
+        """(B, T) True: a token before which the critic's value counts."""
+        return F.firsts(batch.sampled, batch.turn) if self.credit == "turn" else batch.sampled
 
     def extra(self, new: Scores, batch: Batch) -> dict[str, tuple[float, Tensor]]:
         """The value loss beside the entropy and the KL."""
-        mask = batch.sampled
+        mask = self.judged(batch)
         value, target = torch.where(mask, self.value(new), 0.0), torch.where(mask, written(batch, "target"), 0.0)
         loss = (value - target).square()
         if self.value_clip is not None:
@@ -92,7 +155,7 @@ class PPO(StarPO):
 
     def look_back(self, batch: Batch) -> dict[str, float]:
         """Also the share of the targets' variance that the critic explained before this update."""
-        value, target = written(batch, "value")[batch.sampled], written(batch, "target")[batch.sampled]
+        value, target = (written(batch, name)[self.judged(batch)] for name in ("value", "target"))
         spread = target.var(correction=0) if len(target) else target.sum()
         explained = 1 - float((target - value).var(correction=0) / spread) if spread > F.FLAT**2 else 0.0
         return {**super().look_back(batch), "explained_variance": explained}

@@ -1,128 +1,57 @@
 """StarPO: what every optimizer of the project shares. `prepare` looks back once without gradients, `forward` gives the loss."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from inspect import get_annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ragen_agent.algos import functional as F
+from ragen_agent.algos.correction import importance
+from ragen_agent.algos.ratio import acting, log_ratio
+from ragen_agent.algos.settings import Settings
+from ragen_agent.algos.totals import Totals, combine, largest, lengths, summed, written
 from ragen_agent.batch import Batch
 from ragen_agent.model import Scores, score
 
-
-def summed(x: Tensor) -> Tensor:
-    """`x` added over all processes; in a single process, `x`."""
-    if dist.is_available() and dist.is_initialized():
-        x = x.clone()
-        dist.all_reduce(x)
-    return x
+__all__ = ["StarPO", "Totals", "combine", "largest", "summed", "written"]
 
 
-@dataclass
-class Totals:
-    """The denominators of one optimizer step: the losses of its micro-batches, each under the same Totals, add up to the step's loss.
-
-    With several processes they are the mean over processes, because DDP and FSDP average gradients.
-    """
-
-    tokens: Tensor  # () sampled tokens, at least 1
-    episodes: Tensor  # () episodes with a sampled token, at least 1
-    length: Tensor  # (E,) sampled tokens of each episode
-
-    @classmethod
-    def of(cls, batch: Batch) -> "Totals":
-        """Those of all rows of `batch`; every process must call it."""
-        length = torch.zeros_like(batch.group).index_add(0, batch.episode, batch.sampled.sum(1))
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        tokens, episodes = summed(torch.stack([length.sum(), (length > 0).sum()])) / world
-        return cls(tokens.clamp(min=1 / world), episodes.clamp(min=1 / world), length)
-
-
-def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """The metrics of a step from those of its micro-batches: the sum, or the largest where the name ends in `_max`."""
-    names = list(parts[0]) if parts else []
-    stacked = {name: torch.stack([part[name].float() for part in parts]) for name in names}
-    return {name: float(x.max() if name.endswith("_max") else x.sum()) for name, x in stacked.items()}
-
-
-class StarPO(nn.Module):
+class StarPO(Settings, nn.Module):
     """Trajectory-level policy optimisation over multi-turn episodes (RAGEN, arXiv 2504.20073). A subclass writes `advantage`.
 
-    The class attributes below are the settings: pass any as a keyword, override a default in a subclass, add one by annotating it.
+    The annotated class attributes are the settings (see `Settings`): pass any as a keyword, override or add them in a subclass.
     The parameters are the policy's (and a subclass's own); the state dict is the checkpoint. The frozen reference is in neither.
     The policy stays in eval mode: with dropout the ratio of an unchanged policy would not be 1 (gradients flow all the same).
     """
-
-    CHOICES = {"aggregation": F.AGGREGATIONS, "kl_kind": F.KLS}  # without annotation: no setting
-    KL_SETTINGS = ("kl_coef",)  # those that need a reference
-
-    temperature: float = 1.0
-    """Sampling temperature of the rollouts; policy, old and reference are all read at it. 0: greedy, untempered."""
-    clip_low: float = 0.2
-    """A token with a negative advantage stops training when its ratio is under 1 - clip_low."""
-    clip_high: float = 0.28
-    """A token with a positive advantage stops training when its ratio is over 1 + clip_high (clip-higher when above clip_low)."""
-    dual_clip: float | None = None
-    """Bound of the loss of a negative advantage A: -A * dual_clip."""
-    kl_coef: float = 0.0
-    """Weight of KL(policy || reference) in the loss; needs a reference."""
-    kl_kind: str = "k3"
-    """Estimator of that KL: k1, k2 or k3."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    aggregation: str = "token-mean"
-    """How token losses become one: token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm; a seq is an episode."""
-    horizon: float = 1.0
-    """The constant length that seq-mean-token-sum-norm divides by."""
-    sampler_cap: float | None = None
-    """Cap of the importance weight exp(old - logprob) that corrects for a sampler unlike the trainer; None: no correction."""
 
     def __init__(self, policy: nn.Module, *, reference: nn.Module | None = None, **settings: Any) -> None:
         """Hold `policy` (any model that `score` reads). An unknown setting or choice is a ValueError that lists the known ones."""
         super().__init__()
         for name, value in settings.items():
             setattr(self, name, self.checked(name, value))
+        self.agree()
         if self.uses_reference and reference is None:
-            raise ValueError(f"{type(self).__name__} with {' or '.join(self.KL_SETTINGS)} needs a reference")
+            raise ValueError(f"{type(self).__name__} with kl_coef needs a reference")
         self.policy = policy.eval()
         self._reference: list[nn.Module] = []  # in a list, so that it is no submodule
         if reference is not None:
             self._reference.append(reference.eval().requires_grad_(False))
-
-    @classmethod
-    def settings(cls) -> dict[str, Any]:
-        """Every setting of this class and its default."""
-        names = [n for base in reversed(cls.__mro__) if issubclass(base, StarPO) for n in get_annotations(base)]
-        return {name: getattr(cls, name) for name in dict.fromkeys(names)}
-
-    @classmethod
-    def checked(cls, name: str, value: Any) -> Any:
-        """`value` where it can be the setting `name`; else ValueError, naming what can."""
-        known = cls.settings()
-        if name not in known:
-            raise ValueError(f"unknown setting {name!r} of {cls.__name__}; known: {', '.join(known)}")
-        if name in cls.CHOICES and value not in cls.CHOICES[name]:
-            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(cls.CHOICES[name])}")
-        default = known[name]
-        kind = type(default) if isinstance(default, bool | str) else float
-        sound = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else isinstance(value, kind)
-        if not (sound or default is None is value):
-            raise ValueError(f"{name} of {cls.__name__} must be a {kind.__name__}{' or None' if default is None else ''}, not {value!r}")
-        return value
-
-    @classmethod
-    def wants_reference(cls, **settings: Any) -> bool:
-        """Whether an optimizer with these settings reads a reference model."""
-        return any({**cls.settings(), **settings}[name] for name in cls.KL_SETTINGS)
+        self.kl_weight: Tensor | None  # () the coefficient of the KL, where it adapts
+        self.register_buffer("kl_weight", None if self.kl_target is None else torch.tensor(float(self.kl_coef)))
 
     @property
     def uses_reference(self) -> bool:
         """Whether `prepare` reads the reference model."""
-        return any(vars(self).get(name, self.settings()[name]) for name in self.KL_SETTINGS)
+        return bool(self.kl_coef)
+
+    @property
+    def per_turn(self) -> tuple[str, ...]:
+        """The terms of `extra` that stand on a turn's first token alone and are means over turns, whatever the `aggregation`."""
+        return ()
+
+    def parameter_groups(self, lr: float, critic_lr: float | None = None) -> list[dict[str, Any]]:
+        """What trains, as a torch optimizer takes it: the policy at `lr`, a critic at `critic_lr` (None: at `lr`)."""
+        return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "lr": lr}]
 
     def train(self, mode: bool = True) -> "StarPO":
         """As in torch, but the policy stays in eval mode."""
@@ -138,7 +67,7 @@ class StarPO(nn.Module):
 
     def see(self, batch: Batch) -> Scores:
         """The policy's view of the tokens; override to ask for hidden states too."""
-        return score(self.policy, batch.ids, batch.real, self.temperature, sampled=batch.sampled)
+        return self.read(self.policy, batch)
 
     def value(self, scores: Scores) -> Tensor | None:
         """The critic's value of the state before each token (B, T); None without a critic."""
@@ -148,41 +77,104 @@ class StarPO(nn.Module):
         """The policy-gradient loss per token (B, T)."""
         old, advantage, mask = written(batch, "old"), written(batch, "advantage"), batch.sampled
         ratio = F.log_ratio(new.logprob, old, mask).exp()
-        loss = F.clipped(ratio, torch.where(mask, advantage, 0.0), self.clip_low, self.clip_high, self.dual_clip)
-        if self.sampler_cap is None:
-            return loss
-        return loss * F.log_ratio(old, batch.logprob, mask).exp().clamp(max=self.sampler_cap)
+        return F.clipped(ratio, torch.where(mask, advantage, 0.0), self.clip_low, self.clip_high, self.dual_clip)
 
     def extra(self, new: Scores, batch: Batch) -> dict[str, tuple[float, Tensor]]:
         """Further terms: name -> (weight in the loss, value per token (B, T)). Each is logged as a token mean, without its weight."""
         terms = {"entropy": (-self.entropy_coef, new.entropy)}
-        if self.kl_coef:
+        if self.kl_coef and self.kl_in == "loss":
             ref = torch.where(batch.sampled, written(batch, "ref"), 0.0)
-            terms["kl"] = (self.kl_coef, F.kl(new.logprob, ref, self.kl_kind))
+            terms["kl"] = (self.kl_now, F.kl(new.logprob, ref, self.kl_estimator))
         return terms
+
+    # ---- what a subclass may read ----
+
+    def read(self, model: nn.Module, batch: Batch, hidden: bool = False) -> Scores:
+        """A model's view of the tokens at the temperature of play."""
+        return score(model, batch.ids, batch.real, self.temperature, sampled=batch.sampled, hidden=hidden)
+
+    def rewards(self, batch: Batch) -> Tensor:
+        """(B, T) what was paid on each token, less the KL to the reference where that is paid in the reward."""
+        if not (self.kl_coef and self.kl_in == "reward"):
+            return batch.reward
+        return batch.reward - self.kl_now * self.distance(batch)
+
+    def scores(self, batch: Batch) -> Tensor:
+        """(E,) what each episode was paid, less the same KL on all its sampled tokens."""
+        if not (self.kl_coef and self.kl_in == "reward"):
+            return batch.score
+        paid = F.episode_sum(self.distance(batch), batch.sampled, batch.episode, len(batch.group))
+        return batch.score - self.kl_now * paid
+
+    def distance(self, batch: Batch) -> Tensor:
+        """(B, T) an estimate of KL(old || reference) on each sampled token, 0 elsewhere."""
+        old, ref = (torch.where(batch.sampled, written(batch, name), 0.0) for name in ("old", "ref"))
+        return F.kl(old, ref, self.kl_estimator)  # 0 where both are
+
+    @property
+    def kl_now(self) -> float:
+        """The coefficient of the KL as it is now."""
+        return self.kl_coef if self.kl_weight is None else float(self.kl_weight)
+
+    @property
+    def kl_estimator(self) -> str:
+        """The estimator in use. In a reward only k1 has the gradient of the KL; in a loss k1's averages to nothing."""
+        return self.kl_kind or ("k3" if self.kl_in == "loss" else "k1")
 
     # ---- what train calls ----
 
     @torch.no_grad()
-    def prepare(self, batch: Batch, micro_rows: int | None = None) -> dict[str, float]:
-        """Write old, ref, value, advantage and target of the whole update batch, `micro_rows` rows at a time; return its metrics.
+    def prepare(self, batch: Batch, micro_rows: int | None = None, scale: float = 1.0) -> dict[str, float]:
+        """Write old, ref, value, advantage, target and weight of the whole update batch, `micro_rows` rows at a time; return its metrics.
 
-        ValueError where an episode's score is not finite.
+        Advantages are multiplied by `scale` after all else. ValueError where an episode's score is not finite.
         """
         if not batch.score.isfinite().all():
             raise ValueError(f"episodes {(~batch.score.isfinite()).nonzero().flatten().tolist()} have a score that is not finite")
-        batch.old = batch.ref = batch.value = batch.advantage = batch.target = None
-        for index in torch.arange(len(batch), device=batch.ids.device).split(micro_rows or max(1, len(batch))):
+        batch.old = batch.ref = batch.value = batch.advantage = batch.target = batch.weight = None
+        if not len(batch):  # a process whose groups were all dropped: no model reads nothing, but all count together
+            batch.old, batch.ref, batch.value = (torch.zeros_like(batch.reward) for _ in range(3))
+        for index in _cuts(batch, micro_rows):
             part = batch.rows(index)
             scores = self.see(part)
             _write(batch, "old", index, scores.logprob)
             if (value := self.value(scores)) is not None:
-                _write(batch, "value", index, torch.where(part.sampled, value, 0.0))
+                _write(batch, "value", index, torch.where(part.sampled | part.ahead, value, 0.0))
             if self.uses_reference:
-                ref = score(self._reference[0], part.ids, part.real, self.temperature, sampled=part.sampled)
-                _write(batch, "ref", index, ref.logprob)
-        batch.advantage = torch.where(batch.sampled, self.advantage(batch), 0.0)
-        return self.look_back(batch)
+                _write(batch, "ref", index, self.read(self._reference[0], part).logprob)
+        advantage = torch.where(batch.sampled, self.advantage(batch), 0.0)
+        if self.reweight:
+            std = F.group_std(self.scores(batch), batch.group)
+            most = largest(std.max() if len(std) else std.sum())
+            advantage = advantage * F.spread(std / (most + 1e-6), batch.episode, batch.sampled)
+        if self.ratio == "sequence":  # one ratio, one advantage
+            total = F.episode_sum(advantage, batch.sampled, batch.episode, len(batch.group))
+            advantage = F.spread(total / lengths(batch).clamp(min=1), batch.episode, batch.sampled)
+        batch.advantage = advantage * scale
+        told = self.correct(batch)
+        return {**self.look_back(batch), **told, **self.adapt(batch)}
+
+    def correct(self, batch: Batch) -> dict[str, float]:
+        """Write the importance weights of trainer over sampler, where they are asked for; return their metrics."""
+        if self.correction is None:
+            return {}
+        where = (batch.sampled, batch.episode, len(batch.group))
+        how = (self.correction, self.correction_level, self.correction_low, self.correction_high)
+        batch.weight, cut = importance(written(batch, "old"), batch.logprob, *where, *how)
+        mean, share = (float(F.masked_mean(x.float(), batch.sampled)) for x in (batch.weight, cut))
+        return {"correction_mean": mean, "correction_share": share}
+
+    def adapt(self, batch: Batch) -> dict[str, float]:
+        """Measure the KL to the reference over all processes; move an adaptive coefficient, for the next loss or reward."""
+        if not self.uses_reference:
+            return {}
+        length = lengths(batch)
+        total, tokens, episodes = summed(torch.stack([self.distance(batch).sum(), length.sum(), (length > 0).sum()])).tolist()
+        told = {"kl_old": total / max(1.0, tokens)}
+        if self.kl_target is not None and self.kl_weight is not None:
+            told |= {"kl_weight": self.kl_now}
+            self.kl_weight.mul_(F.adaptation(told["kl_old"], self.kl_target, episodes, self.kl_horizon))
+        return told
 
     def look_back(self, batch: Batch) -> dict[str, float]:
         """Metrics of a prepared batch (docs/algorithms.md)."""
@@ -197,6 +189,20 @@ class StarPO(nn.Module):
             "sampler_gap_max": float(gap),
         }
 
+    @torch.no_grad()
+    def totals(self, batch: Batch, micro_rows: int | None = None) -> Totals:
+        """The Totals of an optimizer step on all rows of a prepared `batch`; every process must call it.
+
+        Where the ratio is a sequence's, the policy is read once more, `micro_rows` rows at a time: rows of an episode may be in different
+        micro-batches, and its ratio is of them all.
+        """
+        totals = Totals.of(batch)
+        if self.ratio != "token":
+            totals.log_ratio = torch.zeros_like(totals.length, dtype=written(batch, "old").dtype)
+            for index in _cuts(batch, micro_rows):
+                totals.log_ratio += log_ratio(self.read(self.policy, part := batch.rows(index)).logprob, part)
+        return totals
+
     def forward(self, batch: Batch, totals: Totals | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of a prepared batch, and its metrics, as their share of a step with these `totals` (default: their own).
 
@@ -204,14 +210,19 @@ class StarPO(nn.Module):
         """
         totals = Totals.of(batch) if totals is None else totals
         new, mask = self.see(batch), batch.sampled
-        loss = policy_loss = self.total(self.surrogate(new, batch), batch, totals)
+        actor = acting(new, batch, totals, self.ratio)
+        term = self.surrogate(actor, batch)
+        if batch.weight is not None:
+            term = term * torch.where(mask, batch.weight, 0.0)
+        loss = policy_loss = self.total(term, batch, totals)
         metrics = {}
         for name, (weight, term) in self.extra(new, batch).items():
-            metrics[name] = F.masked_mean(term.detach(), mask, totals.tokens)
+            turnwise = name in self.per_turn
+            metrics[name] = F.masked_mean(term.detach(), mask, totals.turns if turnwise else totals.tokens)
             if weight:  # a term without weight must not meet the loss: 0 * inf is NaN
-                loss = loss + weight * self.total(term, batch, totals)
+                loss = loss + weight * (F.masked_mean(term, mask, totals.turns) if turnwise else self.total(term, batch, totals))
         change = F.log_ratio(new.logprob.detach(), written(batch, "old"), mask)
-        ratio = change.exp()
+        ratio = F.log_ratio(actor.logprob.detach(), written(batch, "old"), mask).exp()
         bound = F.clips(ratio, written(batch, "advantage"), self.clip_low, self.clip_high)
         metrics["loss"], metrics["pg_loss"] = loss.detach(), policy_loss.detach()
         metrics["clip_fraction"] = F.masked_mean(bound.to(ratio.dtype), mask, totals.tokens)
@@ -226,12 +237,9 @@ class StarPO(nn.Module):
         return F.aggregate(term, batch.sampled, self.aggregation, **kind)
 
 
-def written(batch: Batch, name: str) -> Tensor:
-    """A field that `prepare` writes; ValueError where it has not."""
-    value: Tensor | None = vars(batch)[name]
-    if value is None:
-        raise ValueError(f"batch.{name} is not there: call prepare(batch) first")
-    return value
+def _cuts(batch: Batch, micro_rows: int | None) -> tuple[Tensor, ...]:
+    """The row numbers of `batch`, `micro_rows` at a time (None: all at once); none where it has no rows."""
+    return torch.arange(len(batch), device=batch.ids.device).split(micro_rows or len(batch)) if len(batch) else ()
 
 
 def _write(batch: Batch, name: str, index: Tensor, part: Tensor) -> None:
