@@ -7,12 +7,13 @@ from typing import Any
 import tyro
 from transformers.utils import logging
 
-from ragen_agent import evaluate, teach, train
+from ragen_agent import diagnose, evaluate, teach, train
 
 VERBS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "train": (train.Train, train.run),
     "teach": (teach.Teach, teach.run),
     "evaluate": (evaluate.Evaluate, evaluate.run),
+    "diagnose": (diagnose.Diagnose, diagnose.run),
 }
 
 

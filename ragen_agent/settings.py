@@ -56,7 +56,7 @@ class Play:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
     threads: int | None = None
-    """Threads of torch on a CPU; default: one a core."""
+    """Threads of torch on a CPU; default: one a core, shared by the processes of this machine."""
     seed: int = 0
     """Decides every draw of the policy and every shuffle; the levels come from seeds of their own."""
 
@@ -68,7 +68,8 @@ class Play:
         for name in pairs(self.env_args):
             if name not in known:
                 raise ValueError(f"{self.env} has no setting {name!r}; known: {', '.join(known)}")
-        torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by a launcher of several processes
+        torch.set_num_threads(self.threads or max(1, cores))
         keep_memory()
         device = device_of(self.device)
         model, tokenizer, prompt = load(self.model, device, self.dtype)
