@@ -1,10 +1,14 @@
 """score(): hand-known log-probabilities, the plain form's numbers and gradients, chunks, padding, temperature (L20, L22, L25, T12)."""
 
+import copy
 import math
+import shutil
 
 import pytest
 import torch
+from torch import nn
 
+from ragen_agent import logprob
 from ragen_agent import model as m
 from ragen_agent.model import choice, positions, score, split
 from tests import parts
@@ -58,9 +62,13 @@ def plain(model, ids, real, temperature):
     return torch.cat([first, logp.gather(-1, ids[:, 1:, None]).squeeze(-1)], 1), torch.cat([first, entropy], 1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_score_is_the_plain_form_in_value_and_gradient(any_model, temperature, monkeypatch):
-    monkeypatch.setattr(m, "CHUNK", 259 * 5)  # five positions at a time: several chunks, each made again in the backward pass
+@pytest.mark.parametrize("temperature, matrix", [(1.0, True), (0.7, True), (0.7, False)])
+def test_score_is_the_plain_form_in_value_and_gradient(any_model, temperature, matrix, monkeypatch):
+    monkeypatch.setattr(logprob, "CPU_TILE", 64)  # several tiles and chunks (of five positions), each made again in the backward pass
+    monkeypatch.setattr(m, "CHUNK", 259 * 5)
+    if not matrix:  # as with an adapter on the output layer
+        body, head = split(any_model)
+        monkeypatch.setitem(m._HEADS, any_model, (body, lambda hidden: head(hidden)))
     torch.manual_seed(0)
     ids = torch.randint(0, 259, (3, 17))
     real = torch.ones(3, 17, dtype=torch.bool)
@@ -140,5 +148,110 @@ def test_a_family_that_reshapes_them_otherwise_is_refused():
     forward = model.forward
     model.forward = lambda *args, **kwargs: (out := forward(*args, **kwargs), setattr(out, "logits", out.logits * 2))[0]
     ids = torch.randint(0, 259, (1, 4))
-    with pytest.raises(ValueError, match="_scaled"):
+    with pytest.raises(ValueError, match="Output"):
         score(model, ids, everything(ids))
+
+
+def gradient(model, ids, real):
+    """The gradient of a loss of `score`, and how many bytes were kept for the backward pass besides the weights."""
+    kept = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        got = score(model, ids, real, pack=False)
+        loss = (got.logprob + 0.1 * got.entropy).sum()
+        size = sum(bytes_ for place, bytes_ in kept.items() if place not in weights)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, size
+
+
+@pytest.mark.parametrize("arch", parts.ARCHS)
+def test_checkpointing_in_eval_mode_keeps_less_and_changes_no_gradient(arch):
+    model = parts.tiny(arch, num_hidden_layers=4).double()
+    ids = torch.randint(0, 259, (3, 40))
+    names = list(model.state_dict())
+    plainly, size = gradient(model, ids, everything(ids))
+    m.checkpointing(model)
+    again, small = gradient(model, ids, everything(ids))
+    m.checkpointing(model, False)
+    back, full = gradient(model, ids, everything(ids))
+    assert small < 0.5 * size and full == size and list(model.state_dict()) == names
+    assert plainly.keys() == again.keys() == back.keys()
+    for name, slope in plainly.items():
+        torch.testing.assert_close(again[name], slope, atol=1e-12 * max(1.0, float(slope.abs().max())), rtol=0, msg=name)
+
+
+def test_checkpointing_turns_no_dropout_on_and_survives_eval():
+    model = parts.tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    ids = torch.randint(0, 259, (2, 9))
+    want = score(model, ids, everything(ids)).logprob
+    m.checkpointing(model)
+    model.eval()
+    assert torch.equal(score(model, ids, everything(ids)).logprob, want) and not any(part.training for part in model.modules())
+
+
+def test_a_copy_of_a_checkpointed_model_runs_its_own_layers():
+    model, ids = parts.tiny(), torch.randint(0, 259, (2, 9))
+    m.checkpointing(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        before = score(model, ids, everything(ids)).logprob
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        assert torch.equal(score(model, ids, everything(ids)).logprob, before)
+        assert (score(other, ids, everything(ids)).logprob - before).abs().max() > 1e-3
+
+
+def test_a_checkpointed_model_still_generates_with_its_cache():
+    model, ids = parts.tiny(), torch.randint(0, 259, (1, 5))
+    want = model.generate(ids, max_new_tokens=6, do_sample=False)
+    m.checkpointing(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), want)
+
+
+@pytest.mark.parametrize("change", [m.checkpointing, m.compiled])
+def test_a_model_without_layers_of_the_known_kind_is_refused(change):
+    with pytest.raises(ValueError, match="GradientCheckpointingLayer"):
+        change(parts.BigramLM.of(torch.zeros(3, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_layers_give_the_same_gradient_under_the_same_names(backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++")
+    model, ids = parts.tiny(), torch.randint(0, 259, (3, 12))
+    names = list(model.state_dict())
+    want, _ = gradient(model, ids, everything(ids))
+    m.compiled(model, backend)
+    for checkpointed in (False, True):
+        m.checkpointing(model, checkpointed)
+        got, _ = gradient(model, ids, everything(ids))
+        for name, slope in want.items():
+            torch.testing.assert_close(got[name], slope, atol=1e-4, rtol=1e-4, msg=name)
+    assert list(model.state_dict()) == names
+    m.checkpointing(model, False)
+    m.compiled(model, None)
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_an_adapter_on_the_output_layer_takes_the_general_way():
+    model, ids = parts.tiny(), torch.randint(0, 259, (2, 7))
+    before = score(model, ids, everything(ids)).logprob
+    assert split(model)[1].is_matrix
+    model.lm_head = nn.Sequential(model.lm_head, nn.Identity())  # another layer of equal say
+    assert not split(model)[1].is_matrix  # the split was made anew
+    torch.testing.assert_close(score(model, ids, everything(ids)).logprob, before, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_the_output_layer_run(hook):
+    model, ids, seen = parts.tiny(), torch.randint(0, 259, (2, 7)), []
+    getattr(model.lm_head, hook)(lambda *_: seen.append(1))
+    score(model, ids, everything(ids))
+    assert len(seen) == 3  # twice when the split was checked
