@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer states are held: whole in every process, or sharded over them by FSDP2 (or DeepSpeed's ZeRO)."""
+"""How weights, gradients and optimizer states are held: whole in every process, or sharded over them by FSDP2."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -25,9 +25,12 @@ Build = Callable[[StarPO], torch.optim.Optimizer]
 def engine_of(algo: StarPO, build: Build) -> "Engine":
     """The engine that the launcher asked for: FSDP2 under `accelerate launch` with an FSDP config, else whole copies.
 
-    `build` makes torch's optimizer, of the weights as the engine holds them.
+    `build` makes torch's optimizer, of the weights as the engine holds them. `ValueError` under a DeepSpeed config: its `step` clips, skips
+    and moves the weights in one, so that a bad step could not be left out on all processes alike.
     """
     asked = {name: os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
+    if asked["DEEPSPEED"]:
+        raise ValueError("no engine for DeepSpeed; known: whole copies (ddp.yaml) and FSDP2 (fsdp2.yaml), which shards what ZeRO-3 does")
     return Sharded(algo, build) if asked["FSDP"] and parallel.size() > 1 else Engine(algo, build)
 
 

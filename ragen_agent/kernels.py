@@ -27,9 +27,8 @@ def fold(raw: Tensor, token: Tensor, curve: Any, tally: Any) -> None:
     `curve` is a `logprob.Curve` and `tally` a `logprob.Tally` in fp32, written in place.
     """
     rows, columns = raw.shape
-    reading, _ = _made()
     with torch.cuda.device_of(raw):
-        reading[(rows,)](raw, raw.stride(0), columns, token.contiguous(), *tally, *_settings(curve), **_shape(curve, columns))
+        _reading()[(rows,)](raw, raw.stride(0), columns, token.contiguous(), *tally, *_settings(curve), **_shape(curve, columns))
 
 
 def slope(raw: Tensor, token: Tensor, curve: Any, total: Tensor, entropy: Tensor, by_logprob: Tensor, by_entropy: Tensor | None) -> Tensor:
@@ -39,11 +38,10 @@ def slope(raw: Tensor, token: Tensor, curve: Any, total: Tensor, entropy: Tensor
     results, each (N,) in fp32; the last may be None.
     """
     rows, columns = raw.shape
-    _, sloping = _made()
     tilt = by_logprob if by_entropy is None else by_entropy
     whole = [field.contiguous() for field in (token, total, entropy, by_logprob, tilt)]
     with torch.cuda.device_of(raw):
-        sloping[(rows,)](raw, raw.stride(0), columns, *whole, *_settings(curve), TILTED=by_entropy is not None, **_shape(curve, columns))
+        _sloping()[(rows,)](raw, raw.stride(0), columns, *whole, *_settings(curve), TILTED=by_entropy is not None, **_shape(curve, columns))
     return raw
 
 
@@ -60,8 +58,8 @@ def _shape(curve: Any, columns: int) -> dict[str, Any]:
 
 
 @cache
-def _made() -> tuple[Any, Any]:
-    """The two kernels, made on first use, so that importing this file needs no Triton. A program reads one row."""
+def _reading() -> Any:
+    """The kernel of `fold`, made on first use, so that importing this file needs no Triton. A program reads one row."""
     import triton
     import triton.language as tl
 
@@ -92,6 +90,15 @@ def _made() -> tuple[Any, Any]:
         tl.store(spreads + row, spread)
         tl.store(chosens + row, chosen)
 
+    return reading
+
+
+@cache
+def _sloping() -> Any:
+    """The kernel of `slope`. What it shares with the other is written twice: Triton's interpreter knows no function from outside."""
+    import triton
+    import triton.language as tl
+
     @triton.jit
     def sloping(
         raw, stride, columns, token, totals, entropies, by_logprob, by_entropy, factor, bound,
@@ -115,4 +122,4 @@ def _made() -> tuple[Any, Any]:
                 slope = slope * (1.0 - (z / bound) * (z / bound))
             tl.store(here, slope.to(raw.dtype.element_ty), mask=place < columns)
 
-    return reading, sloping
+    return sloping

@@ -128,7 +128,14 @@ class _TokenLogprob(Function):
                     _add_product(rise, raw.T, here)
             if table is not None and rise is not None:
                 table[columns] = rise
-        return None if state is None else state.to(hidden.dtype), table, None if offset is None else offset.to(bias.dtype), None, None, None
+        return (
+            None if state is None else state.to(hidden.dtype),
+            table,
+            None if offset is None or bias is None else offset.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -88,7 +88,7 @@ def _scored(head: Head, hidden: Tensor, token: Tensor, temperature: float, rows:
         curve = Curve(head.scale, head.cap, temperature or 1.0)
         return token_logprob(hidden, head.layer.weight, token, curve, head.layer.bias)  # pyright: ignore
     if not len(token):
-        return (hidden.sum(-1),) * 2
+        return hidden.sum(-1), hidden.sum(-1)
     parts = [_choice(head, h, t, temperature, len(token) > rows) for h, t in zip(hidden.split(rows), token.split(rows), strict=True)]
     return torch.cat([logprob for logprob, _ in parts]), torch.cat([entropy for _, entropy in parts])
 

@@ -130,7 +130,7 @@ def test_the_optimizer_in_the_document_works():
     names = {}
     exec(re.findall(r"```python\n(.*?)```", DOCUMENT, re.S)[1], names)
     data = batch()
-    agent = names["RLOO"](policy(), strength=2.0)
+    agent = names["LeaveOneOut"](policy(), strength=2.0)
     agent.prepare(data)
     firsts = [written(data, "advantage")[i, data.sampled[i]][0].item() for i in (0, 1, 2)]
     assert firsts == pytest.approx([2 * (1 - 0.15), 2 * (-0.1 - 0.7), 2 * (0.4 - 0.45)], abs=1e-6)

@@ -8,9 +8,11 @@ import torch
 
 from benchmarks import traffic
 from ragen_agent import parallel
+from ragen_agent.algos import ARPO
 from ragen_agent.batch import collate
-from ragen_agent.engines import Engine
+from ragen_agent.engines import Engine, engine_of
 from ragen_agent.steps import minibatches
+from tests.algo_parts import policy
 from tests.parallel_parts import TABLE, episodes, learned, run
 
 CASES = [(name, kind) for name in TABLE for kind in ("whole", "sharded")]
@@ -136,6 +138,20 @@ def test_metrics_of_tokens_are_weighed_by_them(monkeypatch):
     assert found == pytest.approx({"a_mean": 3.0, "a_std": math.sqrt(8 / 3), "gap_max": 0.5}, abs=1e-6)
     monkeypatch.setattr(parallel, "union", lambda own: [(0, nothing), (0, nothing)])
     assert parallel.pooled(nothing, 0) == nothing
+
+
+def test_the_launcher_says_how_weights_are_held(monkeypatch):
+    def plain(made):
+        return torch.optim.SGD(made.parameters(), lr=1.0)
+
+    for name in ("FSDP", "DEEPSPEED"):
+        monkeypatch.delenv(f"ACCELERATE_USE_{name}", raising=False)
+    assert type(engine_of(ARPO(policy()), plain)) is Engine
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert type(engine_of(ARPO(policy()), plain)) is Engine  # one process has nothing to shard over
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="fsdp2.yaml"):
+        engine_of(ARPO(policy()), plain)
 
 
 def test_gradients_travel_in_runs_of_one_type():
