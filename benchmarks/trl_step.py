@@ -26,7 +26,7 @@ def trl_step(way: Way, sizes: Sizes, model: PreTrainedModel, batch: Batch, optim
     if way.kind == "trl-cut":
         from trl.trainer import utils
 
-        utils._use_triton = lambda device: True  # its name for "score the completions alone"; the kernels read another copy
+        setattr(utils, "_use_triton", lambda device: True)  # its name for "score the completions alone"; the kernels read another copy
         parts = [_cut(part) for part in parts]
 
     def step() -> Tensor:
@@ -71,7 +71,8 @@ def _trainer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: int
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     raw = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
     args = GRPOConfig(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 from rich.console import Console
@@ -134,7 +134,7 @@ def action(verdict: Verdict, mode: str) -> str:
 class Diagnose:
     """Read a run's metrics and say in words what became of it."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run's folder, with its metrics.jsonl; before.json or result.json beside it tell the random and the exact player's success."""
     json: bool = False
     """Print one JSON object instead of lines."""

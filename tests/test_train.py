@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from typing import get_type_hints
 
 import pytest
 import torch
+import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen_agent import cli, evaluate, records, teach, train
@@ -224,8 +226,10 @@ def test_every_flag_is_documented(capsys):
         with pytest.raises(SystemExit):
             cli.main([verb, "--help"])
         text = capsys.readouterr().out
+        hints = get_type_hints(settings, include_extras=True)
         for name in settings.__dataclass_fields__:
-            assert f"--{name.replace('_', '-')}" in text, name
+            positional = tyro.conf.Positional[int].__metadata__[0] in getattr(hints[name], "__metadata__", ())
+            assert (f" {name.upper()} " if positional else f"--{name.replace('_', '-')}") in text, name
 
 
 def test_teaching_teaches(tmp_path, model):
