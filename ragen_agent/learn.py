@@ -3,8 +3,10 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ragen_agent import parallel
 from ragen_agent.algos import StarPO, find
@@ -48,6 +50,8 @@ class Learn(Play):
     """How often a round's episodes are gone through, their first log-probabilities kept: the paper's Online-k for k > 1."""
     minibatch: int = 32
     """Episodes per optimizer step, those of all processes together; 0: all at once."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """AdamW with its two moments in fp32, or in 8 bits (adamw8bit, needs bitsandbytes)."""
     lr: float = 3e-4
     """Learning rate of AdamW. A large pretrained model wants 1e-6 to 1e-5."""
     critic_lr: float | None = None
@@ -63,6 +67,10 @@ class Learn(Play):
     temperature: float = 1.0
     """Sampling temperature of the rollouts, and of the trainer's log-probabilities."""
 
+    def frozen(self, pretrained: Pretrained) -> nn.Module:
+        """What a KL term is measured from: a copy of the model as it starts."""
+        return load(self.model, str(next(pretrained.model.parameters()).device), self.dtype).model
+
     def check_learning(self) -> None:
         """Raise `ValueError` for settings that cannot be."""
         at_least_one(self, "epochs", "max_skipped", "max_empty")
@@ -77,15 +85,17 @@ def algorithm(config: Learn, pretrained: Pretrained) -> StarPO:
     """The optimizer around the policy, with a frozen copy of the model where its KL needs one, and one to judge where its critic does."""
     kind = find(config.algo)
     settings = {"temperature": config.temperature, **pairs(config.algo_args)}
-    device = str(next(pretrained.model.parameters()).device)
-    models = {"reference": kind.wants_reference(**settings), "critic": kind.wants_critic(**settings)}
-    more = {name: load(config.model, device, config.dtype).model for name, wanted in models.items() if wanted}
+    more: dict[str, Any] = {}
+    if kind.wants_reference(**settings):
+        more["reference"] = config.frozen(pretrained)
+    if kind.wants_critic(**settings):
+        more["critic"] = load(config.model, str(next(pretrained.model.parameters()).device), config.dtype).model
     return kind(pretrained.model, **more, **settings)
 
 
 def optimizer(config: Learn, algo: StarPO) -> torch.optim.Optimizer:
     """Torch's optimizer of the algo's weights: the policy's at `lr`, the critic's at `critic_lr`."""
-    return optimizer_of(algo.parameter_groups(config.lr, config.critic_lr), config.lr, config.weight_decay)
+    return optimizer_of(algo.parameter_groups(config.lr, config.critic_lr), config.lr, config.weight_decay, config.optimizer)
 
 
 def learn(

@@ -1,6 +1,7 @@
 """The whole of training by reward on one screen: play, keep what is uncertain, learn; evaluate, save, resume."""
 
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ragen_agent import parallel
+from ragen_agent import adapters, parallel
 from ragen_agent.checkpoint import latest, number
 from ragen_agent.checkpoint import save as save_checkpoint
 from ragen_agent.diagnose import Verdict, Watch, action
@@ -31,6 +32,7 @@ from ragen_agent.types import Trajectory
 
 __all__ = ["Train", "run"]
 
+MERGED = "merged"  # the folder of a finished run with adapters: the plain model that says the same
 FIRST_LEVEL = 10_000  # as RAGEN's training seeds; the stream of levels never repeats within a run
 
 
@@ -68,7 +70,10 @@ def run(config: Train, display: Display | None = None) -> dict[str, Any]:
             for step in range(first + 1, (config.steps or 0) + 1):
                 if not one_round(session, step, results):
                     break
+    whole = session.engine.whole.policy
     if parallel.main():
+        if adapters.layers(whole):
+            export(config.out / MERGED, session.pretrained._replace(model=adapters.merged(whole)))
         write_json(config.out / "result.json", {"rows": results, "config": plain(config), "versions": versions()})
         session.display.result(results, config.out)
     return results
@@ -233,6 +238,15 @@ def checkpoint(session: Session, step: int) -> None:
         bad = session.verdict is not None and action(session.verdict, "stop") == "stop"
         save_checkpoint(config.out, step, write, config.keep_checkpoints, session.verdict.since if bad and session.verdict else None)
     parallel.barrier()
+
+
+def export(folder: Path, pretrained: Pretrained) -> None:
+    """Write a model in place of what the folder holds, by rename."""
+    draft = folder.with_name(f".{folder.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    save(draft, pretrained)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
 
 
 def leave(session: Session, step: int) -> None:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ragen_agent import adapters
+from torch import nn
+
+from ragen_agent import adapters, parallel
 from ragen_agent.evaluate import FIRST_SEED, held_out
 from ragen_agent.learn import Learn
 from ragen_agent.model import checkpointing, compiled
@@ -28,7 +30,7 @@ class Train(Learn):
     refill: int | None = None
     """Play so many further sets of levels at most where groups come out flat (DAPO's dynamic sampling); default: as the optimizer says."""
     lora_rank: int = 0
-    """Train low-rank adapters of this rank instead of the weights (needs peft); 0: the weights."""
+    """Train low-rank adapters of this rank instead of the weights (needs peft), merged into a plain model at the end; 0: the weights."""
     lora_alpha: float | None = None
     """The adapters' scale times their rank; default: twice the rank."""
     lora_targets: tuple[str, ...] = ()
@@ -73,6 +75,10 @@ class Train(Learn):
         if self.compile:
             compiled(model)
         return pretrained
+
+    def frozen(self, pretrained: Pretrained) -> nn.Module:
+        """As in Learn; of a model with new adapters it is the model without them, at no memory. Shards are no model to read: a copy."""
+        return adapters.Bare(pretrained.model) if self.lora_rank and parallel.size() == 1 else super().frozen(pretrained)
 
 
 def eval_seeds(config: Train) -> range:

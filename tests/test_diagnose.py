@@ -18,7 +18,7 @@ from ragen_agent.prompts import Prompt
 from ragen_agent.signs import climbing, fresh, level, noise, now, rise, take, was
 from tests import parts
 
-RUNS = Path(__file__).parents[1] / "benchmarks/results/runs"
+RUNS = Path(__file__).parents[1] / "benchmarks/results/watched"
 NAN = math.nan
 
 
@@ -217,17 +217,27 @@ def test_a_checkpoint_can_hold_the_state(tmp_path):
     assert torch.load(tmp_path / "training.pt", weights_only=True)["watch"] == watch.state
 
 
+RECORDED = {  # run -> (the last verdict, the others that were told, the signs at the end)
+    "default": ("learning", set(), {"rising"}),
+    "mastering": ("no signal", {"learning", "mastered", "unstable", "stalled"}, {"spread", "entropy", "flat"}),  # and one board forgotten
+    "silent": ("no signal", {"learning"}, {"flat", "form"}),
+    "collapse": ("unstable", set(), {"fell", "spread", "form"}),
+}
+
+
 @pytest.mark.parametrize("run", sorted(path.name for path in RUNS.iterdir()))
-@pytest.mark.parametrize("known", [True, False])
-def test_recorded_runs_are_no_trap(run, known):
-    rows = records.read(RUNS / run / "metrics.jsonl")
-    told = diagnose.told_of(rows, *(diagnose.players(RUNS / run) if known else ()))
-    said = {change["name"] for change in told["history"]}
-    assert said <= {"starting", "learning", "stalled", "mastered"}
-    if run.startswith("seed"):
-        assert told["verdict"]["name"] == "learning" and "rising" in told["verdict"]["signs"]
-    if run == "long":
-        assert told["verdict"]["name"] == "stalled" and told["verdict"]["since"] > 40
+def test_recorded_runs(run):
+    told = diagnose.told_of(records.read(RUNS / run / "metrics.jsonl"), *diagnose.players(RUNS / run))
+    end, others, standing = RECORDED[run]
+    assert told["verdict"]["name"] == end and {change["name"] for change in told["history"]} == {"starting", end} | others
+    assert standing <= told["verdict"]["signs"].keys()
+
+
+def test_the_recorded_mastery_is_told_and_never_called_a_trap():
+    told = diagnose.told_of(records.read(RUNS / "mastering/metrics.jsonl"), *diagnose.players(RUNS / "mastering"))
+    names = [change["name"] for change in told["history"]]
+    assert names[:3] == ["starting", "learning", "mastered"] and "echo trap" not in names
+    assert next(change["step"] for change in told["history"] if change["name"] == "mastered") == 20
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------------

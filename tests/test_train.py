@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragen_agent import cli, evaluate, records, teach, train
 from ragen_agent.backends import HFBackend
 from ragen_agent.checkpoint import latest, number
-from ragen_agent.pretrained import Pretrained, save
+from ragen_agent.pretrained import Pretrained, load, save
 from ragen_agent.prompts import Prompt
 from tests import parts
 
@@ -60,6 +62,40 @@ def test_six_steps_are_three_and_three(tmp_path, model, algo):
         assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
     assert [{**row, "evaluation": 0} for row in rows(one)] == [{**row, "evaluation": 0} for row in rows(two)]
     assert rows(one)[-1]["evaluation"] == rows(two)[-1]["evaluation"]
+
+
+def test_adapters_train_go_on_and_are_merged_at_the_end(tmp_path, model):
+    """Their KL is measured from the model without them: 0 at first. The merged model says what model and adapters say."""
+    one, two, more = tmp_path / "one", tmp_path / "two", {**SMALL, "lora_rank": 2, "algo_args": ("kl_coef=0.1",)}
+    train.run(train.Train(model=model, steps=3, out=one, **more))
+    train.run(train.Train(model=model, steps=1, out=two, **more))
+    shutil.rmtree(two / train.MERGED)  # of one round
+    train.run(train.Train(resume=two, steps=3))
+    done, again = weights(one)["algo"], weights(two)["algo"]
+    assert done.keys() == again.keys() and all(".lora_" in name for name in done)
+    assert all(torch.equal(done[name], again[name]) for name in done)
+    told = rows(one)
+    assert told[0]["kl_old"] == 0 < told[1]["kl_old"]
+    folder, ids = latest(two), torch.arange(1, 9)[None]
+    assert folder is not None
+    plain = AutoModelForCausalLM.from_pretrained(two / train.MERGED)
+    with torch.no_grad():
+        gap = (plain(ids).logits - load(str(folder)).model(ids).logits).abs().max()
+        moved = (plain(ids).logits - load(model).model(ids).logits).abs().max()
+    assert gap < 1e-5 < moved
+
+
+def test_the_moments_may_be_held_in_8_bits(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model = str(tmp_path / "model")  # its embedding has more than the 4096 numbers that are worth it
+    save(Path(model), Pretrained(parts.tiny("llama"), parts.byte_tokenizer(), Prompt(style="brief")))
+    for name, steps in (("one", 2), ("two", 1)):
+        train.run(train.Train(model=model, steps=steps, out=tmp_path / name, optimizer="adamw8bit", **SMALL))
+    train.run(train.Train(resume=tmp_path / "two", steps=2))
+    done, again = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(done["algo"][name], again["algo"][name]) for name in done["algo"])
+    moments = [state["__bnb_optimizer_quant_state__"]["state1"] for state in done["optimizer"]["state"].values()]
+    assert {x.dtype for x in moments if x.numel() >= 4096} == {torch.uint8}
 
 
 def test_a_kill_at_any_moment_loses_nothing(tmp_path, model):
