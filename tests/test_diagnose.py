@@ -221,7 +221,9 @@ RECORDED = {  # run -> (the last verdict, the others that were told, the signs a
     "default": ("learning", set(), {"rising"}),
     "mastering": ("no signal", {"learning", "mastered", "unstable", "stalled"}, {"spread", "entropy", "flat"}),  # and one board forgotten
     "silent": ("no signal", {"learning"}, {"flat", "form"}),
-    "collapse": ("unstable", set(), {"fell", "spread", "form"}),
+    "collapse-0": ("unstable", set(), {"fell", "spread", "form"}),  # noise to the last token: its entropy does not fall
+    "collapse-1": ("echo trap", set(), {"spread", "entropy", "repeats", "template", "fell"}),
+    "collapse-2": ("echo trap", set(), {"spread", "repeats", "template", "fell"}),
 }
 
 
