@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer states are held: whole in every process, or sharded over them by FSDP2."""
+"""How weights, gradients and optimizer states are held: whole in every process, or sharded over them by FSDP2 (by DeepSpeed: `zero`)."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,15 +23,18 @@ Build = Callable[[StarPO], torch.optim.Optimizer]
 
 
 def engine_of(algo: StarPO, build: Build) -> "Engine":
-    """The engine that the launcher asked for: FSDP2 under `accelerate launch` with an FSDP config, else whole copies.
+    """The engine that the launcher asked for: FSDP2 or ZeRO under `accelerate launch` with such a config, else whole copies.
 
-    `build` makes torch's optimizer, of the weights as the engine holds them. `ValueError` under a DeepSpeed config: its `step` clips, skips
-    and moves the weights in one, so that a bad step could not be left out on all processes alike.
+    `build` makes torch's optimizer, of the weights as the engine holds them. `ValueError` for a DeepSpeed config that `Zero` does not
+    know, or without the package deepspeed.
     """
-    asked = {name: os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
-    if asked["DEEPSPEED"]:
-        raise ValueError("no engine for DeepSpeed; known: whole copies (ddp.yaml) and FSDP2 (fsdp2.yaml), which shards what ZeRO-3 does")
-    return Sharded(algo, build) if asked["FSDP"] and parallel.size() > 1 else Engine(algo, build)
+    wanted = {name: os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
+    if wanted["DEEPSPEED"]:
+        from ragen_agent.zero import Zero, asked
+
+        asked()  # in a single process too, which has nothing to shard over
+        return Zero(algo, build) if parallel.size() > 1 else Engine(algo, build)
+    return Sharded(algo, build) if wanted["FSDP"] and parallel.size() > 1 else Engine(algo, build)
 
 
 class Engine:

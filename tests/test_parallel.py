@@ -150,6 +150,7 @@ def test_the_launcher_says_how_weights_are_held(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert type(engine_of(ARPO(policy()), plain)) is Engine  # one process has nothing to shard over
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     with pytest.raises(ValueError, match="fsdp2.yaml"):
         engine_of(ARPO(policy()), plain)
 

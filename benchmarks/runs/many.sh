@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Train by several processes: how weights are held is said by a config of accelerate beside this file; all else are flags of `ragen train`.
-# Usage: benchmarks/runs/many.sh ddp|fsdp2 [processes] [flags of ragen train]...
+# Usage: benchmarks/runs/many.sh ddp|fsdp2|zero2 [processes] [flags of ragen train]...
 #   benchmarks/runs/many.sh ddp 2 --steps 3 --out runs/two
 # Several machines: run it on each with MACHINES, MACHINE (0, 1...) and MASTER (the first one's address) set; `processes` counts those of all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-kind=${1:?ddp or fsdp2}
+kind=${1:?ddp, fsdp2 or zero2}
 processes=${2:-2}
 shift "$(($# < 2 ? $# : 2))"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
