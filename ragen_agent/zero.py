@@ -184,5 +184,5 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value  # a step that weights shared would be counted once for each
 
 
-def _kept_by_main(whole: Tensor) -> Tensor | None:
-    return whole.cpu() if parallel.main() else None
+def _kept_by_main(whole: Tensor | None) -> Tensor | None:
+    return whole.cpu() if whole is not None and parallel.main() else None
