@@ -26,7 +26,8 @@ def trl_step(way: Way, sizes: Sizes, model: PreTrainedModel, batch: Batch, optim
     if way.kind == "trl-cut":
         from trl.trainer import utils
 
-        utils._use_triton = lambda device: True  # its name for "score the completions alone"; the kernels read another copy
+        # Its name for "score the completions alone"; the kernels read another copy.
+        utils._use_triton = lambda device: True  # pyright: ignore
         parts = [_cut(part) for part in parts]
 
     def step() -> Tensor:
