@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -78,14 +79,14 @@ def learned(name: str, kind: type[Engine], rounds: range = range(1, 2), state: d
     """What a case comes to after some rounds from `state`: {"rows": a round's metrics each, "state": weights and optimizer}."""
     algo_name, settings, flags, lopsided = TABLE[name]
     config = Learn(**{**FLAGS, **flags})
-    learn.collate = double
     build = (lambda made: learn.optimizer(config, made)) if adam else (lambda made: torch.optim.SGD(made.parameters(), lr=1.0))
     engine = kind(algo(ALGOS[algo_name], settings), build)
     standing = Standing()
     if state is not None:
         engine.load(state)
     played = episodes(lopsided)
-    rows = [improve(config, engine, parallel.share(played), step, standing, contexts=ahead) for step in rounds]
+    with mock.patch.object(learn, "collate", double):  # within this process too, and put back: other tests follow in it
+        rows = [improve(config, engine, parallel.share(played), step, standing, contexts=ahead) for step in rounds]
     return {"rows": rows, "state": engine.state()}
 
 
