@@ -77,12 +77,14 @@ class Engine:
             told.append(metrics)
         return told
 
-    def norm(self, limit: float) -> float:
-        """Average the gradients over the processes, cut their norm to `limit`, and return what it was."""
-        trained = [p for p in self.algo.parameters() if p.requires_grad]
+    def cut(self, limit: float) -> dict[str, float]:
+        """Average the gradients over the processes, cut the norm of each part's to `limit`, and return what they were.
+
+        Parts (`StarPO.trained`) are cut apart: a critic's gradient, which has the scale of the returns, must not shrink the policy's.
+        """
         if parallel.size() > 1:
-            parallel.average(trained)
-        return float(nn.utils.clip_grad_norm_(trained, limit))
+            parallel.average([p for p in self.algo.parameters() if p.requires_grad])
+        return {name: float(nn.utils.clip_grad_norm_(part, limit)) for name, part in self.algo.trained().items()}
 
     def zero(self) -> None:
         """Forget the gradients."""
@@ -158,10 +160,10 @@ class Sharded(Engine):
             (0 * loss).backward()
         return told
 
-    def norm(self, limit: float) -> float:
-        """The gradients are averaged already; the norm is of all shards."""
-        trained = [p for p in self.algo.parameters() if p.requires_grad]
-        return float(parallel.gathered(nn.utils.clip_grad_norm_(trained, limit)))
+    def cut(self, limit: float) -> dict[str, float]:
+        """The gradients are averaged already; the norms are of all shards."""
+        parts = self.algo.trained()
+        return {name: float(parallel.gathered(nn.utils.clip_grad_norm_(part, limit))) for name, part in parts.items()}
 
     def step(self) -> None:
         """Move the shards."""

@@ -42,7 +42,7 @@ def look(engine: Engine, batch: Batch, scale: float, standing: Standing, say: Sa
 
 
 def update(engine: Engine, part: Batch, limit: float, standing: Standing, say: Say) -> dict[str, float] | None:
-    """One optimizer step on a minibatch, its gradient cut to the norm `limit`; returns this process's share of its metrics.
+    """One optimizer step on a minibatch, each part's gradient cut to the norm `limit`; returns this process's share of its metrics.
 
     None where loss or gradient were not finite in any process: the step is skipped in all of them, and no weight has moved.
     """
@@ -53,8 +53,8 @@ def update(engine: Engine, part: Batch, limit: float, standing: Standing, say: S
         return engine.gradients(part, [index.to(part.ids.device) for index in micro_batches(part, tokens)], totals)
 
     row = combine(shrinking(engine, part, standing, say, attempt))
-    norm = engine.norm(limit)
-    sound = isfinite(norm) and isfinite(row.get("loss", 0.0))
+    norms = engine.cut(limit)
+    sound = all(isfinite(x) for x in (*norms.values(), row.get("loss", 0.0)))
     if not all(parallel.union([sound])):
         standing.skipped += 1
         engine.zero()
@@ -62,7 +62,7 @@ def update(engine: Engine, part: Batch, limit: float, standing: Standing, say: S
     standing.skipped = 0
     engine.step()
     engine.zero()
-    return {**row, "grad_norm": norm}
+    return {**row, **{"grad_norm" if name == "policy" else f"{name}_grad_norm": norm for name, norm in norms.items()}}
 
 
 def shrinking(engine: Engine, batch: Batch, standing: Standing, say: Say, attempt: Callable[[int], Made], shared: bool = False) -> Made:

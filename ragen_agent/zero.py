@@ -55,12 +55,14 @@ class Zero(Engine):
         trained = [p for group in inner.param_groups for p in group["params"]]
         self.low = one_type(trained) == torch.bfloat16
         twins = {p: nn.Parameter(p.detach()) for p in trained}
+        owner = {p: name for name, part in algo.trained().items() for p in part}
+        self._parts = [owner[group["params"][0]] for group in inner.param_groups]
         for group in inner.param_groups:
             group["params"] = [twins[p] for p in group["params"]]
         config = {
             "train_micro_batch_size_per_gpu": 1,  # of DeepSpeed's own loader, which is not used
             "zero_optimization": {**zero, "compute_grad_norm": False},
-            "gradient_clipping": 0.0,  # `norm` has cut already
+            "gradient_clipping": 0.0,  # `cut` has cut already
             "bf16": {"enabled": self.low},
         }
         self._pairs = list(twins.items())
@@ -69,16 +71,18 @@ class Zero(Engine):
         for weight, twin in self._pairs:
             weight.data = twin.data  # DeepSpeed has laid them out anew
 
-    def norm(self, limit: float) -> float:
-        """Average the gradients over the processes, to each its shard; cut their norm to `limit`, and return what it was."""
+    def cut(self, limit: float) -> dict[str, float]:
+        """As in `Engine`; each process keeps the average of its shards only."""
         with self._engine.coalesce_grad_reduction():  # reduced as it is left
             for weight, twin in self._pairs:
                 twin.grad, weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad, None
-        shards = [part for parts in self.optimizer.averaged_gradients.values() for part in parts]
-        norm = float(summed(torch.stack([part.double().square().sum() for part in shards]).sum()).sqrt())
-        for part in shards:
-            part.mul_(min(1.0, limit / (norm + 1e-6)))
-        return norm
+        norms = {}
+        for name in dict.fromkeys(self._parts):
+            shards = [x for i, held in self.optimizer.averaged_gradients.items() if self._parts[i] == name for x in held]
+            norms[name] = float(summed(torch.stack([x.double().square().sum() for x in shards]).sum()).sqrt())
+            for x in shards:
+                x.mul_(min(1.0, limit / (norms[name] + 1e-6)))
+        return norms
 
     def zero(self) -> None:
         """Forget the gradients: those of the weights and the averages in shards."""

@@ -89,6 +89,26 @@ def test_good_steps_go_on_and_end_the_count(spoil):
     assert not same(weights(part), weights(engine))  # the step after the bad one was made
 
 
+def test_the_critics_gradient_does_not_shrink_the_policys():
+    """Without a share in the policy's body, returns a hundred times as large move the critic otherwise and the policy not at all."""
+
+    def moved(scale: float) -> tuple[dict[str, float], list[torch.Tensor], list[torch.Tensor]]:
+        engine = Engine(PPO(policy(), detach=True), lambda made: torch.optim.SGD(made.parameters(), lr=0.1))
+        assert isinstance(engine.algo, PPO)
+        torch.nn.init.zeros_(engine.algo.critic.weight)  # so that values are 0, and advantages the returns, which are whitened
+        played = episodes()
+        for turn in (turn for episode in played for turn in episode.turns):
+            turn.reward *= scale
+        row = improve(Learn(**{**FLAGS, "minibatch": 0, "grad_clip": 0.05}), engine, played, 1, Standing(), contexts=ahead)
+        return row, [p.detach().clone() for p in engine.algo.policy.parameters()], [engine.algo.critic.weight.detach().clone()]
+
+    (small, body, head), (large, same_body, other_head) = moved(1.0), moved(100.0)
+    assert large["critic_grad_norm"] == pytest.approx(100 * small["critic_grad_norm"], rel=1e-6) and small["critic_grad_norm"] > 0.05
+    assert large["grad_norm"] == pytest.approx(small["grad_norm"], rel=1e-6) and small["grad_norm"] > 0.05  # both are cut
+    for one, two in zip(body + head, same_body + other_head, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-9, rtol=0)
+
+
 def test_too_many_bad_steps_in_a_row_stop_the_run_over_rounds():
     engine, standing, config = engine_of(spoil="loss", bad=range(1, 100)), Standing(), Learn(**FLAGS, max_skipped=5)
     before = weights(engine)

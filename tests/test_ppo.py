@@ -238,6 +238,9 @@ def test_a_critic_model_is_trained_saved_and_kept_from_dropout():
     assert actor["lr"] == 1e-6 and critic["lr"] == 1e-5
     assert {id(p) for p in actor["params"]} == {id(p) for p in agent.policy.parameters()}
     assert {id(p) for p in critic["params"]} == {id(p) for p in [*body.parameters(), *agent.critic.parameters()]}
+    assert {name: [id(p) for p in part] for name, part in agent.trained().items()} == {
+        name: [id(p) for p in group["params"]] for name, group in (("policy", actor), ("critic", critic))
+    }
     assert PPO(policy()).parameter_groups(1e-3)[1]["lr"] == 1e-3
     assert len(GRPO(policy()).parameter_groups(1e-3, 1.0)) == 1
     two = algo(PPO, {"critic_model": True}, seed=3)

@@ -147,7 +147,9 @@ def test_two_processes_learn_what_one_does(two, name, stage):
     assert (one["engine"], other["engine"]) == ("Engine", "Zero")
     assert one["rows"][0]["updates"] > 1 and one["rows"][0]["grad_norm"] > FLAGS["grad_clip"]  # the clip is on
     for first, second in zip(one["rows"], other["rows"], strict=True):
-        assert first["grad_norm"] == pytest.approx(second["grad_norm"], abs=2e-6, rel=0)
+        norms = {key: value for key, value in first.items() if key.endswith("grad_norm")}
+        assert len(norms) == (2 if name == "PPO" else 1)
+        assert norms == pytest.approx({key: second[key] for key in norms}, abs=2e-6, rel=0)
     close(one["states"][1:], other["states"][1:], SINGLE)
     assert other["states"][0]["optimizer"]["state"] == {}  # as torch's, before the first step
 

@@ -86,10 +86,10 @@ class PPO(StarPO):
         """With credit by turn a value is learned once a turn."""
         return ("value_loss",) if self.credit == "turn" else ()
 
-    def parameter_groups(self, lr: float, critic_lr: float | None = None) -> list[dict[str, Any]]:
-        """The policy at `lr`, the critic's layer and model at `critic_lr` (None: at `lr`)."""
+    def trained(self) -> dict[str, list[nn.Parameter]]:
+        """The policy, and the critic's layer and model."""
         own = [p for name, p in self.named_parameters() if name.startswith("critic") and p.requires_grad]
-        return [*super().parameter_groups(lr), {"params": own, "lr": lr if critic_lr is None else critic_lr}]
+        return {**super().trained(), "critic": own}
 
     def train(self, mode: bool = True) -> "PPO":
         """As in torch, but policy and critic model stay in eval mode."""

@@ -51,7 +51,12 @@ class StarPO(Settings, nn.Module):
 
     def parameter_groups(self, lr: float, critic_lr: float | None = None) -> list[dict[str, Any]]:
         """What trains, as a torch optimizer takes it: the policy at `lr`, a critic at `critic_lr` (None: at `lr`)."""
-        return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "lr": lr}]
+        rates = {"policy": lr, "critic": lr if critic_lr is None else critic_lr}
+        return [{"params": weights, "lr": rates.get(part, lr)} for part, weights in self.trained().items()]
+
+    def trained(self) -> dict[str, list[nn.Parameter]]:
+        """What trains, by part: "policy", and a subclass's own, such as "critic". The gradient of each is cut to the norm on its own."""
+        return {"policy": [p for p in self.policy.parameters() if p.requires_grad]}
 
     def train(self, mode: bool = True) -> "StarPO":
         """As in torch, but the policy stays in eval mode."""
