@@ -82,7 +82,7 @@ def candidate(state: State, standing: dict[str, str], verdict: str) -> str:
         return "unstable"
     if standing.keys() & {"flat", "ragen_empty", "ragen_variance"}:
         return "no signal"
-    if standing.keys() & {"spikes", "noise", "clip"}:
+    if standing.keys() & {"spikes", "noise", "clip"} or ("form" in standing and "rising" not in standing):
         return "unstable"
     return "stalled" if standing.keys() & {"stuck", "ragen_failing"} else "learning"
 

@@ -201,7 +201,7 @@ def _narrow(state: State, low: float) -> dict[str, str]:
     if length is not None and base > 0 and not 0.5 <= length / base <= 2:
         told["length"] = f"{length:.0f} tokens a reply (was {base:.0f})"
     valid, base = now(state, "valid"), was(state, "valid")
-    if valid is not None and valid < 0.7 * base:
+    if valid is not None and valid < min(0.7 * base, base - 0.1):
         told["form"] = f"{valid:.0%} of the replies well-formed (were {base:.0%})"
     return told
 
