@@ -134,7 +134,10 @@ def improve(
         raise ValueError(f"round {step}: nothing to train on in {standing.empty} rounds in a row: in no group do the returns differ")
     if standing.empty:
         return told
-    batch = batch_of(kept, engine.algo.bootstraps, contexts).to(engine.device)
+    batch = batch_of(kept, engine.algo.bootstraps, contexts)
+    worlds = sorted(set(parallel.union(sorted({t.env_id for t in kept}))))  # numbered alike in all processes
+    batch.world = torch.tensor([worlds.index(t.env_id) for t in kept], dtype=torch.int64)
+    batch = batch.to(engine.device)
     looked = look(engine, batch, scale, standing, say)
     rows: list[dict[str, float] | None] = []
     shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)

@@ -29,6 +29,7 @@ TABLE = {  # name -> (optimizer, its settings, flags of learning, whether all th
     "PPO-critic": ("PPO", {"critic_model": True, "credit": "turn"}, {"minibatch": 0}, False),
     "GSPO": ("GSPO", {"clip_low": 0.1, "clip_high": 0.1}, {}, False),
     "GiGPO": ("GiGPO", {}, {"keep": 1.0}, False),
+    "Normalised-env": ("Normalised", {"grouping": "env", "method": "mean"}, {"keep": 1.0}, False),
     "ReBN": ("ReBN", {"reweight": True}, {}, False),
     "BRPO-lopsided": ("BRPO", {}, {}, True),
     "PPO-lopsided": ("PPO", {"bootstrap": True}, {}, True),
@@ -38,14 +39,14 @@ TABLE = {  # name -> (optimizer, its settings, flags of learning, whether all th
 
 def episodes(lopsided: bool = False, groups: int = 6, members: int = 3) -> list[Trajectory]:
     """Six groups of three episodes of one to three turns; every third is cut by a limit. Groups 1 and 4 have equal returns, and with
-    `lopsided` all groups of the second half do.
+    `lopsided` all groups of the second half do. Groups 2 and 3 are of another world.
     """
     chance = random.Random(5)
     made = []
     for seed in range(groups):
         flat = seed in (1, 4) or (lopsided and seed >= groups // 2)
         for luck in range(members):
-            episode = Trajectory("world", seed, luck, "", {"state": [seed, 0]})
+            episode = Trajectory("one" if seed in (2, 3) else "two", seed, luck, "", {"state": [seed, 0]})
             prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(2, 4))]
             turns = chance.randint(1, 3)
             for k in range(turns):

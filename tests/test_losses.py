@@ -46,7 +46,7 @@ def test_clip(advantage, ratio, low, high, dual, loss, bound):
     found = F.clipped(r, tensor(float(advantage)), low, high, dual)
     close(found.detach(), float(loss))
     (slope,) = torch.autograd.grad(found, r)
-    assert bool(F.clips(r, tensor(float(advantage)), low, high)) is bound
+    assert bool(F.clips(r, tensor(float(advantage)), low, high, dual)) is (bound or bool(dual and ratio > dual and advantage < 0))
     assert slope.item() == (0 if bound or (dual and ratio > dual) else -advantage)
 
 
@@ -71,6 +71,16 @@ def test_k3_is_never_negative_nor_infinite(width):
     a, b = -width * torch.rand(10_000, generator=chance), -width * torch.rand(10_000, generator=chance)
     found = F.kl(a, b, "k3")
     assert found.min() >= 0 and found.isfinite().all()
+
+
+@pytest.mark.parametrize("gap", [-19.9, -20.1, -25, -300])
+def test_k3_never_pushes_the_policy_away_from_the_reference(gap):
+    """Far below the reference its value is the wall's, and its slope 0, no longer 1 - exp(-gap)."""
+    x = tensor(float(gap), dtype=torch.float64, requires_grad=True)
+    found = F.kl(x, tensor(0.0, dtype=torch.float64), "k3")
+    found.backward()
+    assert x.grad is not None and x.grad <= 0 and found <= math.exp(F.WALL)
+    assert (x.grad == 0) == (gap < -F.WALL)
 
 
 def test_unknown_names_list_the_known():
@@ -153,6 +163,7 @@ def test_adaptive_coefficient(kl, factor):
     """Target .1, 50 of 1000 episodes: a twentieth of the error, which is clipped to a fifth."""
     assert F.adaptation(kl, 0.1, 50, 1000) == pytest.approx(factor, abs=1e-9)
     assert F.adaptation(math.nan, 0.1, 50, 1000) == 1 and F.adaptation(math.inf, 0.1, 50, 1000) == pytest.approx(1.01, abs=1e-9)
+    assert F.adaptation(kl, 0.1, 6000, 1000) == pytest.approx(1 + 20 * (factor - 1), abs=1e-9)  # never beyond a fifth, nor below 0
 
 
 def test_a_term_without_weight_never_meets_the_loss():

@@ -181,15 +181,17 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.
     return loss if dual is None else torch.where(advantage < 0, torch.minimum(loss, -advantage * dual), loss)
 
 
-def clips(ratio: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
-    """True where the clip of `clipped` binds, so that the token gives no gradient."""
-    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+def clips(ratio: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
+    """True where a clip of `clipped` binds, so that the token gives no gradient."""
+    below = (ratio < 1 - low) | (ratio > (torch.inf if dual is None else dual))
+    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & below)
 
 
 def kl(logp: Tensor, ref: Tensor, kind: str = "k3") -> Tensor:
     """An estimate per token of KL(policy || reference) from log-probabilities of tokens that the policy sampled.
 
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = logp - ref (Schulman 2020, "Approximating KL divergence").
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = logp - ref (Schulman 2020, "Approximating KL divergence"); in k3 d is at least
+    -WALL, below which it is a constant.
     """
     d = logp - ref
     if kind == "k1":
@@ -197,13 +199,17 @@ def kl(logp: Tensor, ref: Tensor, kind: str = "k3") -> Tensor:
     if kind == "k2":
         return d.square() / 2
     if kind == "k3":
-        return (torch.expm1((-d).clamp(max=WALL)) + d).clamp(min=0)
+        d = d.clamp(min=-WALL)  # both of its parts: the second alone would push the policy away
+        return (torch.expm1(-d) + d).clamp(min=0)
     raise ValueError(f"unknown kl kind {kind!r}; known: {', '.join(KLS)}")
 
 
 def adaptation(kl: float, target: float, count: float, horizon: float) -> float:
-    """A KL coefficient's factor: 1 + clip(kl / target - 1, -.2, .2) * count / horizon (arXiv 1909.08593); of a KL that is NaN, 1."""
-    return 1.0 if kl != kl else 1 + min(max(kl / target - 1, -0.2), 0.2) * count / horizon
+    """What a KL coefficient is multiplied by: 1 + clip(kl / target - 1, -.2, .2) * min(count / horizon, 1); 1 where the KL is NaN.
+
+    Ziegler et al. 2019 (arXiv 1909.08593).
+    """
+    return 1.0 if kl != kl else 1 + min(max(kl / target - 1, -0.2), 0.2) * min(count / horizon, 1.0)
 
 
 def aggregate(

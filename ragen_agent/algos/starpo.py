@@ -228,7 +228,7 @@ class StarPO(Settings, nn.Module):
                 loss = loss + weight * (F.masked_mean(term, mask, totals.turns) if turnwise else self.total(term, batch, totals))
         change = F.log_ratio(new.logprob.detach(), written(batch, "old"), mask)
         ratio = F.log_ratio(actor.logprob.detach(), written(batch, "old"), mask).exp()
-        bound = F.clips(ratio, written(batch, "advantage"), self.clip_low, self.clip_high)
+        bound = F.clips(ratio, written(batch, "advantage"), self.clip_low, self.clip_high, self.dual_clip)
         metrics["loss"], metrics["pg_loss"] = loss.detach(), policy_loss.detach()
         metrics["clip_fraction"] = F.masked_mean(bound.to(ratio.dtype), mask, totals.tokens)
         metrics["approx_kl"] = F.masked_mean(F.kl(torch.zeros_like(change), change), mask, totals.tokens)
