@@ -6,7 +6,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,7 +15,7 @@ from ragen_agent.metrics import summarise
 from ragen_agent.policies import Policy, RandomPolicy, SolverPolicy
 from ragen_agent.records import append, replace, to_row, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, at_least_one, env_settings
+from ragen_agent.settings import Play, at_least, env_settings, playable
 from ragen_agent.types import Trajectory
 
 FIRST_SEED = 123  # as RAGEN's validation
@@ -79,7 +78,7 @@ def table(rows: dict[str, dict[str, float]], title: str) -> Table:
             f"{row['success']:.1%}",
             f"{100 * row['success_low']:.1f}-{100 * row['success_high']:.1f}",
             "" if score is None else f"{score:.0f}",
-            f"{row['return']:.2f}",
+            f"{row['return']:.2f}" if "return" in row else "",
             f"{row['valid']:.0%}",
             *(f"{row[key]:.1f}" for key in ("moves", "tokens")),
         )
@@ -95,10 +94,7 @@ def held_out(config: Play, split: str | None, levels: str | None, asked: bool) -
     if asked and levels is not None:
         raise ValueError("levels are a set of their own: give either levels or a split")
     settings = config.world(levels=levels, split=split if "split" in known and levels is None else None)
-    try:
-        gym.make(config.env, **settings).close()
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    playable(config.env, settings)
     return settings
 
 
@@ -110,7 +106,8 @@ def versions() -> dict[str, str]:
 def run(config: Evaluate, console: Console | None = None) -> dict[str, Any]:
     """The command: play, print, write; returns the result."""
     console = console or Console()
-    at_least_one(config, "episodes", "group_size", "chunk")
+    at_least(config, 1, "episodes", "group_size", "chunk")
+    at_least(config, 0, "temperature")
     settings = held_out(config, config.split if config.split or config.levels else "val", config.levels, bool(config.split))
     split = settings.get("split")
     if config.transcripts:

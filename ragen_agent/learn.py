@@ -14,7 +14,7 @@ from ragen_agent.batch import EPISODE_FIELDS, Batch, collate
 from ragen_agent.engines import Engine
 from ragen_agent.filters import measures, uncertain
 from ragen_agent.pretrained import Pretrained, load
-from ragen_agent.settings import Play, at_least_one, pairs
+from ragen_agent.settings import Play, above_zero, at_least, pairs
 from ragen_agent.steps import Say, Standing, look, minibatches, silent, update
 from ragen_agent.types import Reply, Trajectory, Turn
 from ragen_agent.updates import optimizer_of
@@ -73,7 +73,9 @@ class Learn(Play):
 
     def check_learning(self) -> None:
         """Raise `ValueError` for settings that cannot be."""
-        at_least_one(self, "epochs", "max_skipped", "max_empty")
+        at_least(self, 1, "epochs", "max_skipped", "max_empty")
+        at_least(self, 0, "minibatch", "lr", "critic_lr", "weight_decay", "temperature")
+        above_zero(self, "grad_clip")
         if self.filter != "top_k_abs" and not 0 < self.keep <= 1:
             raise ValueError(f"--keep is above 0 and at most 1, not {self.keep}")
         chosen(self, [])  # an unknown filter, statistic or scaling

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from math import comb, sqrt
+from math import comb, isfinite, sqrt
 from statistics import fmean, stdev
 
 from ragen_agent.types import Trajectory
@@ -47,25 +47,26 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The numbers of a set of episodes, each of which counts once; no episodes: ValueError.
 
     `episodes`, `success` with its Wilson interval `success_low`, `success_high`; `truncated` (cut by a limit) and `no_room` (by a full
-    context); `return` with its standard error `return_se` (absent for one episode); per episode `turns`, `moves` (carried out) and
-    `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens` and `cut` (by max_tokens); per token `surprise`, the mean of
-    -logprob as sampled, an unbiased estimate of the policy's token entropy (absent where no logprob is known); and what `spread` says of
-    the groups.
+    context); of the returns that are finite `return`, the mean, with its standard error `return_se` (absent for one); per episode
+    `turns`, `moves` (carried out) and `tokens` (sampled); per turn `valid` (well-formed), `reply_tokens` and `cut` (by max_tokens); per
+    token `surprise`, the mean of -logprob as sampled, an unbiased estimate of the policy's token entropy (absent where no logprob is
+    known); and what `spread` says of the groups.
     """
     if not trajectories:
         raise ValueError("no episodes to summarise")
     n = len(trajectories)
     wins = sum(t.success for t in trajectories)
     low, high = wilson(wins, n)
-    returns = [t.reward for t in trajectories]
+    returns = [t.reward for t in trajectories if isfinite(t.reward)]
     row = {"episodes": n, "success": wins / n, "success_low": low, "success_high": high}
     row |= {
         "no_room": fmean(t.no_room for t in trajectories),
         "truncated": fmean(t.truncated for t in trajectories),
-        "return": fmean(returns),
     }
-    if n > 1:
-        row["return_se"] = stdev(returns) / sqrt(n)
+    if returns:
+        row["return"] = fmean(returns)
+    if len(returns) > 1:
+        row["return_se"] = stdev(returns) / sqrt(len(returns))
     return row | _lengths(trajectories) | spread(trajectories)
 
 
@@ -73,8 +74,8 @@ def spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """How the episodes of a group differ; a group is what shares `Trajectory.level`.
 
     `groups`; and where some group has two episodes or more: `group_std` (the mean over those of the sample standard deviation of the
-    returns), `flat_groups` (the share of them whose returns are all equal: they train nothing), and `pass_k`, the mean pass@k for `k`, the
-    size of the smallest; and where their first replies have tokens, what `likeness` says of those.
+    returns that are finite), `flat_groups` (the share of them whose returns are all equal: they train nothing), and `pass_k`, the mean
+    pass@k for `k`, the size of the smallest; and where their first replies have tokens, what `likeness` says of those.
     """
     groups: dict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -82,10 +83,11 @@ def spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     row: dict[str, float] = {"groups": len(groups)}
     several = [group for group in groups.values() if len(group) > 1]
     if several:
-        returns = [[t.reward for t in group] for group in several]
+        sound = [[t.reward for t in group if isfinite(t.reward)] for group in several]
         k = min(map(len, several))
-        row["group_std"] = fmean(map(stdev, returns))
-        row["flat_groups"] = fmean(max(r) - min(r) < FLAT for r in returns)
+        if returns := [r for r in sound if len(r) > 1]:
+            row["group_std"] = fmean(map(stdev, returns))
+            row["flat_groups"] = fmean(max(r) - min(r) < FLAT for r in returns)
         row["pass_k"] = fmean(pass_at(k, len(group), sum(t.success for t in group)) for group in several)
         row["k"] = k
     return row | likeness([[t.turns[0].reply.ids for t in group if t.turns and t.turns[0].reply.ids] for group in groups.values()])

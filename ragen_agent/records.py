@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,27 @@ def sync_folder(path: Path) -> None:
 
 
 def to_row(trajectory: Trajectory, ids: bool = True) -> Row:
-    """A trajectory as a JSON object; without `ids` the tokens and their logprobs are left out, which makes it about ten times smaller."""
-    turns = [{**vars(turn), "reply": _said(turn.reply, ids)} for turn in trajectory.turns]
+    """A trajectory as a JSON object; without `ids` the tokens and their logprobs are left out, which makes it about ten times smaller.
+
+    A reward that is not finite is null, and NaN when it is read.
+    """
+    turns = [{**vars(turn), "reply": _said(turn.reply, ids), "reward": _paid(turn.reward)} for turn in trajectory.turns]
     return {**vars(trajectory), "turns": turns}
 
 
 def from_row(row: Row) -> Trajectory:
     """The trajectory of a row. Keys that a trajectory does not have (a run's step) are left aside; a missing one is a KeyError."""
     own = {spec.name: row[spec.name] for spec in fields(Trajectory)}
-    own["turns"] = [Turn(**{**turn, "reply": Reply(**turn["reply"])}) for turn in row["turns"]]
+    own["turns"] = [_turn(**turn) for turn in row["turns"]]
     return Trajectory(**own)
+
+
+def _turn(reply: Row, reward: float | None, **rest: Any) -> Turn:
+    return Turn(Reply(**reply), reward=nan if reward is None else reward, **rest)
+
+
+def _paid(reward: float) -> float | None:
+    return reward if isfinite(reward) else None
 
 
 def _said(reply: Reply, ids: bool) -> Row:

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -62,12 +63,9 @@ class Play:
 
     def start(self) -> Pretrained:
         """Set up torch and load the model, with the prompt that the flags ask for. Raises `ValueError` for what is unknown."""
-        if self.seed < 0:
-            raise ValueError(f"a seed is an integer >= 0, not {self.seed}")
-        known = env_settings(self.env)
-        for name in pairs(self.env_args):
-            if name not in known:
-                raise ValueError(f"{self.env} has no setting {name!r}; known: {', '.join(known)}")
+        at_least(self, 0, "seed", "window")
+        at_least(self, 1, "threads", "max_tokens", "context", "batch_rows", "micro_tokens")
+        self.world()
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by a launcher of several processes
         torch.set_num_threads(self.threads or max(1, cores))
         keep_memory()
@@ -84,8 +82,11 @@ class Play:
         return LLMPolicy(backend, Chat(tokenizer, prompt.prefix), prompt, sampling, self.seed)
 
     def world(self, **more: Any) -> dict[str, Any]:
-        """The world's settings out of `env_args`, and `more` of them."""
-        return {**pairs(self.env_args), **{name: value for name, value in more.items() if value is not None}}
+        """The world's settings out of `env_args`, and `more` of them. Raises `ValueError` for one that it does not have."""
+        given, known = pairs(self.env_args), env_settings(self.env)
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"{self.env} has no setting {unknown[0]!r}; known: {', '.join(known)}")
+        return {**given, **{name: value for name, value in more.items() if value is not None}}
 
 
 def device_of(name: str) -> str:
@@ -99,11 +100,32 @@ def device_of(name: str) -> str:
     return name
 
 
-def at_least_one(config: object, *names: str) -> None:
-    """Raise `ValueError` unless each of these settings is 1 or more."""
+def at_least(config: object, least: float, *names: str) -> None:
+    """Raise `ValueError` unless each of these settings is None or a finite number that is `least` or more."""
     for name in names:
-        if (value := vars(config)[name]) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {value}")
+        if (value := vars(config)[name]) is not None and not least <= value < inf:
+            raise ValueError(f"--{name.replace('_', '-')} is at least {least}, not {value}")
+
+
+def above_zero(config: object, *names: str) -> None:
+    """Raise `ValueError` unless each of these settings is None or a finite number above 0."""
+    for name in names:
+        if (value := vars(config)[name]) is not None and not 0 < value < inf:
+            raise ValueError(f"--{name.replace('_', '-')} is a finite number above 0, not {value}")
+
+
+def playable(env_id: str, settings: dict[str, Any]) -> None:
+    """Raise `ValueError` unless the world can be made with these settings, deals a level and speaks text."""
+    try:
+        env = gym.make(env_id, **settings)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    try:
+        if not isinstance(env.action_space, gym.spaces.Text):
+            raise ValueError(f"{env_id} is no text world, its actions are {env.action_space}: a world of yours is a ragen_envs.TextEnv")
+        env.reset(seed=0)
+    finally:
+        env.close()
 
 
 def split_of_env(env_id: str, settings: dict[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from ragen_agent.policies import TeacherPolicy
 from ragen_agent.pretrained import save
 from ragen_agent.records import append
 from ragen_agent.rollout import rollout
-from ragen_agent.settings import Play, at_least_one, split_of_env
+from ragen_agent.settings import Play, above_zero, at_least, playable, split_of_env
 from ragen_agent.updates import micro_batches, optimizer_of, schedule
 
 LESSONS = 1_000_000  # the teacher's levels of seed s start at (s + 1) times this; training by reward starts at 10,000
@@ -71,7 +71,10 @@ def run(config: Teach, console: Console | None = None) -> dict[str, float]:
     """The command: play the lessons, fine-tune, evaluate on held-out levels, save; returns the evaluation's numbers."""
     console = console or Console()
     settings = config.world()
-    at_least_one(config, "lessons", "epochs", "batch", "eval_episodes", "micro_tokens")
+    at_least(config, 1, "lessons", "epochs", "batch", "eval_episodes", "micro_tokens")
+    at_least(config, 0, "lr", "weight_decay", "eval_temperature")
+    above_zero(config, "grad_clip")
+    playable(config.env, settings)
     if split_of_env(config.env, settings) not in ("train", None) or "levels" in settings:
         raise ValueError("the exact player teaches on the train split only: held-out boards would not be held out any more")
     pretrained = config.start()

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,8 @@ def one_round(session: Session, step: int, results: dict[str, Any]) -> bool:
     if last or (config.eval_every and step % config.eval_every == 0):
         results["after"] = row["evaluation"] = judged(session)
     going = watched(session, row)
+    if not going and "evaluation" not in row:  # the run ends here
+        results["after"] = row["evaluation"] = judged(session)
     if parallel.main():
         append(config.out / "metrics.jsonl", row)
         for trajectory in played[:: max(1, len(played) // config.samples)][: config.samples] if config.samples else ():
@@ -208,6 +210,8 @@ def start(session: Session) -> int:
         if parallel.main():
             write_json(config.out / "config.json", plain(config))
         return 0
+    if parallel.main():
+        write_json(config.out / "config.json", plain(replace(config, resume=None)))  # with the rounds that were asked for last
     folder = parallel.of_main(latest(config.out))
     step = number(folder) if folder else 0
     for name in ("metrics.jsonl", "transcripts.jsonl") if parallel.main() else ():

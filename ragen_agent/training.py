@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,9 @@ from ragen_agent.evaluate import FIRST_SEED, held_out
 from ragen_agent.learn import Learn
 from ragen_agent.model import checkpointing, compiled
 from ragen_agent.pretrained import Pretrained
-from ragen_agent.settings import at_least_one, split_of_env
+from ragen_agent.settings import above_zero, at_least, playable, split_of_env
+
+KEPT = "a resumed run keeps its settings; not to be given with --resume: "
 
 
 @dataclass
@@ -93,16 +96,16 @@ def held_out_settings(config: Train) -> dict[str, Any]:
 
 def checked(config: Train) -> Train:
     """`config` with its number of rounds; raises `ValueError` for what cannot run, before anything is written."""
-    at_least_one(config, "groups", "group_size", "eval_episodes", "save_every", "keep_checkpoints", "batch_rows", "micro_tokens")
+    at_least(config, 1, "groups", "group_size", "eval_episodes", "save_every", "keep_checkpoints", "batch_rows", "micro_tokens")
+    at_least(config, 0, "steps", "lora_rank", "refill", "samples", "eval_every", "eval_temperature")
+    above_zero(config, "lora_alpha")
     config.check_learning()
-    for name in ("lora_rank", "refill", "samples", "eval_every"):
-        if (vars(config)[name] or 0) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} is at least 0, not {vars(config)[name]}")
     if not config.lora_rank and (config.lora_alpha is not None or config.lora_targets):
         raise ValueError("--lora-alpha and --lora-targets are of adapters: give --lora-rank too")
     split = split_of_env(config.env, config.world())
     if split is not None and not config.eval_levels and split in (config.eval_split, "every"):
         raise ValueError(f"training on the {split} boards would train on the held-out ones; give another --eval-split")
+    playable(config.env, config.world())
     held_out_settings(config)
     return dataclasses.replace(config, steps=30 if config.steps is None else config.steps)
 
@@ -117,10 +120,18 @@ def resumed(config: Train) -> Train:
     defaults = Train()
     given = [f.name for f in dataclasses.fields(Train) if getattr(config, f.name) != getattr(defaults, f.name)]
     if extra := sorted(set(given) - {"resume", "steps"}):
-        raise ValueError(f"a resumed run keeps its settings; not to be given with --resume: {', '.join(extra)}")
+        raise ValueError(KEPT + ", ".join(extra))
     saved = json.loads(path.read_text())
     kept = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     return Train(**{**kept, "out": config.resume, "resume": config.resume, **({} if config.steps is None else {"steps": config.steps})})
+
+
+def alone(arguments: Sequence[str]) -> None:
+    """Raise `ValueError` where a command line gives settings beside --resume, were they the default ones."""
+    flags = [text.partition("=")[0].lstrip("-").removeprefix("no-").replace("-", "_") for text in arguments if text.startswith("--")]
+    known = {field.name for field in dataclasses.fields(Train)} - {"resume", "steps"}
+    if "resume" in flags and (extra := sorted(known & set(flags))):
+        raise ValueError(KEPT + ", ".join(extra))
 
 
 def plain(config: Train) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Training from the command down: resume bit for bit after a kill, errors that name the known, what a run leaves (K01)."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -161,10 +162,13 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path, model):
         train.run(config)
 
 
-def test_a_resumed_run_keeps_its_settings(tmp_path, model):
+def test_a_resumed_run_keeps_its_settings(tmp_path, model, capsys):
     train.run(train.Train(model=model, steps=1, out=tmp_path / "run", **SMALL))
     with pytest.raises(ValueError, match="keeps its settings.*lr"):
         train.run(train.Train(resume=tmp_path / "run", lr=0.5))
+    for flag in ("--groups=32", "--lr=0.0003", "--no-checkpointing", "--eval_split=val"):  # the defaults, which the run does not have
+        assert cli.main(["train", "--resume", str(tmp_path / "run"), flag]) == 2
+        assert flag.removeprefix("--no-").strip("-").partition("=")[0] in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"no config\.json"):
         train.run(train.Train(resume=tmp_path / "nowhere"))
 
@@ -174,6 +178,59 @@ def test_resuming_a_finished_run_changes_nothing_and_takes_more_steps(tmp_path, 
     assert train.run(train.Train(resume=tmp_path / "run")) == results
     train.run(train.Train(resume=tmp_path / "run", steps=2))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_resumed_run_remembers_how_many_rounds_it_was_to_have(tmp_path, model, monkeypatch):
+    """More rounds are asked for, it is stopped, and goes on by the command that it named then."""
+    train.run(train.Train(model=model, steps=1, out=tmp_path / "run", **SMALL))
+    append = train.append
+
+    def stopping(path, row):
+        append(path, row)
+        if path.name == "metrics.jsonl" and row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "append", stopping)
+    with pytest.raises(SystemExit):
+        train.run(train.Train(resume=tmp_path / "run", steps=3))
+    results = train.run(train.Train(resume=tmp_path / "run"))
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    assert results["after"] == rows(tmp_path / "run")[-1]["evaluation"]
+    assert json.loads((tmp_path / "run/config.json").read_text())["resume"] is None
+
+
+def test_a_run_that_the_watch_ends_is_evaluated(tmp_path, model):
+    flat = {**SMALL, "group_size": 1, "keep": 0.5, "max_empty": 100}  # nothing differs: no signal
+    results = train.run(train.Train(model=model, steps=40, watch="stop", out=tmp_path / "run", **{**flat, "eval_episodes": 5}))
+    assert rows(tmp_path / "run")[-1]["step"] < 40 and results["after"] == rows(tmp_path / "run")[-1]["evaluation"]
+    assert all("evaluation" not in row for row in rows(tmp_path / "run")[:-1])
+
+
+NOT_A_NUMBER = """
+import gymnasium as gym
+from ragen_envs.sokoban import Sokoban
+
+class Broken(Sokoban):
+    def step(self, action):
+        seen, reward, *rest = super().step(action)
+        return seen, {reward} if self.np_random.random() < {share} else reward, *rest
+
+gym.register("ragen/{name}-v0", Broken)
+"""
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("reward", ["nan", "inf"])
+def test_rewards_that_are_not_finite_are_dropped_and_counted(tmp_path, monkeypatch, reward, share):
+    name = f"{reward}{share:.0f}"
+    (tmp_path / f"{name}.py").write_text(NOT_A_NUMBER.format(name=name, reward=f'float("{reward}")', share=share))
+    monkeypatch.chdir(tmp_path)
+    flags = {**SMALL, "groups": 4, "max_tokens": 48}
+    results = train.run(train.Train(env=f"{name}:ragen/{name}-v0", steps=2, out=tmp_path / "run", **flags))
+    row, said = rows(tmp_path / "run")[0], [records.from_row(row) for row in records.read(tmp_path / "run/transcripts.jsonl")]
+    assert 0 < row["broken"] <= 12 and (row["broken"] == 12) == (share == 1) and row["kept"] == 1 - row["broken"] / 12
+    assert ("return" in row) == ("return" in results["after"]) == ("grad_norm" in row) == (share < 1)
+    assert share < 1 or all(math.isnan(turn.reward) for episode in said for turn in episode.turns)
 
 
 def test_both_the_player_and_the_judge_get_the_new_weights(tmp_path, model, monkeypatch):
@@ -240,14 +297,26 @@ def test_the_uncertainty_filter_and_its_empty_set(tmp_path, model):
         (["--filter", "bad"], "top_k"),
         (["--device", "abacus"], "cuda"),
         (["--seed", "-1"], "seed"),
-        (["--save-every", "0"], "at least 1"),
+        (["--save-every", "0"], "--save-every is at least 1"),
+        (["--env", "CartPole-v1"], "TextEnv"),
+        (["--env-args", "split=foo"], "val"),
+        *(
+            (["--" + name, value], f"--{name} is at least 0")
+            for name in ("lr", "critic-lr", "weight-decay")
+            for value in ("-1", "nan", "inf")
+        ),
+        *((["--" + name, "-1"], f"--{name} is at least 0") for name in ("steps", "minibatch", "eval-temperature", "samples", "window")),
+        *((["--" + name, "0"], f"--{name} is at least 1") for name in ("threads", "context", "max-tokens", "micro-tokens", "groups")),
+        *((["--grad-clip", value], "--grad-clip is a finite number above 0") for value in ("0", "-1", "nan", "inf")),
+        (["--lora-rank", "2", "--lora-alpha", "0"], "--lora-alpha is a finite number above 0"),
     ],
 )
-def test_what_is_unknown_names_the_known(tmp_path, model, flags, message, capsys):
+def test_what_cannot_be_is_said_in_a_line_and_leaves_no_run_behind(tmp_path, model, flags, message, capsys):
     base = ["train", "--steps", "1", "--out", str(tmp_path / "run"), "--eval-episodes", "2"]
     base += [] if "--model" in flags else ["--model", model]
     assert cli.main([*base, *flags]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_flag_is_an_error(capsys):
