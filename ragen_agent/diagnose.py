@@ -1,6 +1,5 @@
 """What the numbers of a run mean: a watcher that says it in one verdict, and the command that reads a finished run."""
 
-import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +12,7 @@ from rich.console import Console
 from ragen_agent.checkpoint import latest
 from ragen_agent.evaluate import FIRST_SEED, evaluate, held_out
 from ragen_agent.information import Information, Part, measure
-from ragen_agent.records import dumps, read
+from ragen_agent.records import dumps, read, read_json
 from ragen_agent.settings import Play
 from ragen_agent.signs import CLIMB, CLIMB_LEAVE, FIRST, GOOD, Row, State, climbing, fresh, level, now, signs, take, was
 
@@ -195,9 +194,9 @@ def players(folder: Path) -> tuple[float | None, float | None]:
     """The exact and the random player's success as the run's folder tells it; None: it does not."""
     rows: dict[str, Any] = {}
     if (folder / "before.json").is_file():
-        rows = json.loads((folder / "before.json").read_text())
+        rows = read_json(folder / "before.json")
     elif (folder / "result.json").is_file():
-        rows = json.loads((folder / "result.json").read_text())["rows"]
+        rows = read_json(folder / "result.json")["rows"]
     exact, random = (rows[name]["success"] if name in rows else None for name in ("exact", "random"))
     return exact, random
 
@@ -207,7 +206,7 @@ def informed(config: Diagnose) -> Information:
     path, newest = config.run / "config.json", latest(config.run)
     if not path.is_file() or newest is None:
         raise ValueError(f"I(X;Z) needs a model: {config.run} has no config.json with a whole checkpoint step-* beside it")
-    saved = json.loads(path.read_text())
+    saved = read_json(path)
     known = {field.name: saved[field.name] for field in fields(Play) if field.name in saved}
     play = Play(**{**known, "model": str(newest), "env_args": tuple(saved["env_args"])})
     settings = held_out(play, saved["eval_split"], saved["eval_levels"], asked=False)

@@ -60,6 +60,14 @@ def write_json(path: Path, value: Any) -> None:
     replace(path, text.encode() + b"\n")
 
 
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote. `ValueError` with the file's name where it is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+
+
 def replace(path: Path, data: bytes) -> None:
     """Make `data` the content of `path`: written beside it, flushed to the disk, renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from ragen_agent.chat import Chat
 from ragen_agent.policies import LLMPolicy
 from ragen_agent.pretrained import Pretrained, load
 
+LAST_SEED = 2**32 - 1  # a generator's seeds are 64 bits, and several are made of one
 BACKENDS: dict[str, Callable[..., Backend]] = {"hf": HFBackend}
 
 
@@ -64,6 +65,8 @@ class Play:
     def start(self) -> Pretrained:
         """Set up torch and load the model, with the prompt that the flags ask for. Raises `ValueError` for what is unknown."""
         at_least(self, 0, "seed", "window")
+        if self.seed > LAST_SEED:
+            raise ValueError(f"--seed is at most {LAST_SEED}, not {self.seed}")
         at_least(self, 1, "threads", "max_tokens", "context", "batch_rows", "micro_tokens")
         self.world()
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by a launcher of several processes

@@ -23,7 +23,7 @@ from ragen_agent.learn import algorithm, improve, optimizer, refilled
 from ragen_agent.metrics import summarise
 from ragen_agent.policies import LLMPolicy
 from ragen_agent.pretrained import Pretrained, save
-from ragen_agent.records import append, read, to_row, truncate, write_json
+from ragen_agent.records import append, read, read_json, to_row, truncate, write_json
 from ragen_agent.rollout import rollout
 from ragen_agent.steps import Standing
 from ragen_agent.stopping import STATUS, Request, Stopped, on_request
@@ -178,7 +178,7 @@ def before(session: Session) -> dict[str, dict[str, float]]:
         rows = {**baselines(config.env, eval_seeds(config), **held_out_settings(config)), "before": judged(session)}
         if parallel.main():
             write_json(path, rows)
-    rows = parallel.of_main(json.loads(path.read_text()) if parallel.main() else {})
+    rows = parallel.of_main(read_json(path) if parallel.main() else {})
     if not session.watch.state["rows"]:
         session.watch = Watch(rows["exact"]["success"], rows["random"]["success"])
     session.display.before(rows)

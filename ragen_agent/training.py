@@ -1,7 +1,6 @@
 """The flags of `ragen train`, and what a resumed run takes over from the run it goes on with."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from ragen_agent.evaluate import FIRST_SEED, held_out
 from ragen_agent.learn import Learn
 from ragen_agent.model import checkpointing, compiled
 from ragen_agent.pretrained import Pretrained
+from ragen_agent.records import read_json
 from ragen_agent.settings import above_zero, at_least, playable, split_of_env
 
 KEPT = "a resumed run keeps its settings; not to be given with --resume: "
@@ -121,7 +121,7 @@ def resumed(config: Train) -> Train:
     given = [f.name for f in dataclasses.fields(Train) if getattr(config, f.name) != getattr(defaults, f.name)]
     if extra := sorted(set(given) - {"resume", "steps"}):
         raise ValueError(KEPT + ", ".join(extra))
-    saved = json.loads(path.read_text())
+    saved = read_json(path)
     kept = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     return Train(**{**kept, "out": config.resume, "resume": config.resume, **({} if config.steps is None else {"steps": config.steps})})
 

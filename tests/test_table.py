@@ -243,3 +243,20 @@ def test_soft_reweighting_by_the_spread_of_the_group(kind):
     factor = (std / (std.max() + 1e-6))[plain.group[plain.episode]][:, None]
     torch.testing.assert_close(written(soft, "advantage"), written(plain, "advantage") * factor, atol=1e-6, rtol=0)
     assert factor.min() < 0.5
+
+
+@pytest.mark.parametrize("name", ALGOS)
+def test_a_kl_in_the_reward_is_a_reward_like_any_other(name):
+    """Advantages are those of rewards that are less by kl_coef times the KL of each sampled token."""
+    data, other, without = rich(), rich(), rich()
+    for batch in (data, other, without):
+        batch.reward, batch.score = batch.reward.double(), batch.score.double()
+    agent, plain = algo(ALGOS[name], {"kl_coef": 0.3, "kl_in": "reward"}), algo(ALGOS[name], {"kl_coef": 0.0})
+    agent.prepare(data)
+    cost = 0.3 * agent.distance(data)
+    other.reward = other.reward - cost
+    other.score = other.score - torch.zeros_like(other.score).index_add(0, other.episode, cost.sum(1))
+    plain.prepare(other)
+    plain.prepare(without)
+    torch.testing.assert_close(written(data, "advantage"), written(other, "advantage"), atol=1e-9, rtol=0)
+    assert not torch.allclose(written(data, "advantage"), written(without, "advantage"), atol=1e-3)

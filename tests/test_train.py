@@ -169,6 +169,10 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, model, capsys):
     for flag in ("--groups=32", "--lr=0.0003", "--no-checkpointing", "--eval_split=val"):  # the defaults, which the run does not have
         assert cli.main(["train", "--resume", str(tmp_path / "run"), flag]) == 2
         assert flag.removeprefix("--no-").strip("-").partition("=")[0] in capsys.readouterr().err
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/config.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match=r"torn.config\.json: not JSON"):
+        train.run(train.Train(resume=tmp_path / "torn"))
     with pytest.raises(ValueError, match=r"no config\.json"):
         train.run(train.Train(resume=tmp_path / "nowhere"))
 
@@ -296,7 +300,8 @@ def test_the_uncertainty_filter_and_its_empty_set(tmp_path, model):
         (["--eval-levels", "nope"], "ragen/simple"),
         (["--filter", "bad"], "top_k"),
         (["--device", "abacus"], "cuda"),
-        (["--seed", "-1"], "seed"),
+        (["--seed", "-1"], "--seed is at least 0"),
+        (["--seed", str(2**64)], "--seed is at most"),
         (["--save-every", "0"], "--save-every is at least 1"),
         (["--env", "CartPole-v1"], "TextEnv"),
         (["--env-args", "split=foo"], "val"),
