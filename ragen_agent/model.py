@@ -65,6 +65,7 @@ def score(
     body, head = split(model)
     wanted = (real if sampled is None else sampled & real).clone()
     wanted[:, 0] = False
+    wanted[:, 1:] &= real[:, :-1]  # the first of a row that is padded on the left, too
     state, slot = _read(body, ids, real, packing.plan(body, real, pack))
     before = state.index_select(0, slot[:, :-1][wanted[:, 1:]])  # (N, H): what was known before each marked token
     rows = max(1, CHUNK // int(model.config.vocab_size))  # pyright: ignore

@@ -110,10 +110,10 @@ def test_the_critic_sees_the_state_before_the_choice():
     torch.testing.assert_close(written(data, "value")[0, 1:], tensor([1.7, 1.1, 1.25]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("clip", "wanted"), [(None, 0.81), (0.05, 0.9025)])
-def test_value_loss(clip, wanted):
-    """Old value 0, new .1, target 1: (.1 - 1)^2, or (.05 - 1)^2 where the value may move by .05."""
-    data = batch_of([(0, ".0")], [1], [0])
+@pytest.mark.parametrize(("clip", "target", "wanted"), [(None, 1, 0.81), (0.05, 1, 0.9025), (None, -1, 1.21), (0.05, -1, 1.21)])
+def test_value_loss(clip, target, wanted):
+    """Old value 0, new .1, target 1: (.1 - 1)^2, or (.05 - 1)^2 where the value may move by .05; the larger of the two: target -1."""
+    data = batch_of([(0, ".0")], [target], [0])
     agent = PPO(policy(), value_clip=clip, value_coef=0.5)
     agent.prepare(data)
     nn.init.constant_(agent.critic.bias, 0.1)

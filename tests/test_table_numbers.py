@@ -167,13 +167,13 @@ def test_soft_punishment_of_length():
 
 
 def test_dapo_counts_the_tokens_of_each_reply():
-    """Limit 4, cache 2. Replies of 2 and 3 tokens in two rows: 1 - .5. One reply of 5: 1 - 1. Without the limit both are worth 1."""
-    data = game([(0, "..00"), (0, "...111"), (1, ".00000")], [[1, 0], [1]], [0, 0])
+    """Limit 4, cache 2. Replies of 2, 3 and 3 tokens in two rows: 1.5 - 0 - .5 - .5. One of 5: 1 - 1."""
+    data = game([(0, "..00.222"), (0, "...111"), (1, ".00000")], [[1, 0, 0.5], [1]], [0, 0])
     strict = DAPO(policy(), overlong_length=4, overlong_cache=2)
     found = [turns[0] for turns in by_turns(strict, data)]
     assert found == pytest.approx([0.7071048, -0.7071048], abs=1e-6, rel=0)
     assert strict.scores(data).tolist() == [0.5, 0.0]
-    assert by_turns(DAPO(policy()), data) == [[0, 0], [0]]
+    assert DAPO(policy()).scores(data).tolist() == [1.5, 1.0]
 
 
 def surrogate(kind: type[StarPO], advantage: list[float], change: list[float], **settings) -> tuple[float, list[float], list[float]]:
