@@ -201,7 +201,7 @@ def attempt(one: Run) -> str:
         return "done"
     words = (folder / "log.txt").read_text(errors="replace").strip().splitlines()[-30:]
     write_json(error, {"status": code, "command": command, "words": words})
-    return f"failed with status {code}: {words[-1]}"
+    return f"failed with status {code}: {next((line for line in reversed(words) if any(map(str.isalnum, line))), 'no word')}"
 
 
 def arguments(one: Run) -> list[str]:

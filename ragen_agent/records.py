@@ -26,8 +26,11 @@ def append(path: Path, row: Row) -> None:
     line = dumps(row).encode() + b"\n"
     if _torn(path):
         truncate(path, lambda _: True)
-    with path.open("ab") as file:
-        file.write(line)
+    try:
+        with path.open("ab") as file:
+            file.write(line)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
 
 
 def read(path: Path) -> list[Row]:

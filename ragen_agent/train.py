@@ -210,10 +210,12 @@ def start(session: Session) -> int:
         if parallel.main():
             write_json(config.out / "config.json", plain(config))
         return 0
-    if parallel.main():
-        write_json(config.out / "config.json", plain(replace(config, resume=None)))  # with the rounds that were asked for last
     folder = parallel.of_main(latest(config.out))
     step = number(folder) if folder else 0
+    if step > (config.steps or 0):
+        raise ValueError(f"{config.out} has {step} rounds already: give --steps {step} or more")
+    if parallel.main():
+        write_json(config.out / "config.json", plain(replace(config, resume=None)))  # with the rounds that were asked for last
     for name in ("metrics.jsonl", "transcripts.jsonl") if parallel.main() else ():
         if (config.out / name).exists():
             truncate(config.out / name, lambda row: row["step"] <= step)

@@ -212,6 +212,7 @@ with (folder / "calls.txt").open("a") as file:
     file.write(" ".join(sys.argv[1:]) + chr(10))
 if (folder / "fail.txt").exists() or "--algo=ARPO" in sys.argv:
     print("ragen: it broke")
+    print("+---+")  # as a frame around an error ends
     sys.exit(2)
 if "--resume=" + given[0] not in sys.argv:
     (folder / "config.json").write_text(json.dumps({"env": "ragen/Sokoban-v0", "model": "embedded", "seed": int(folder.name)}))
@@ -237,7 +238,7 @@ def test_runs_are_made_taken_up_and_left_alone_and_no_error_is_lost(stand_in, ca
     told = capsys.readouterr().out
     assert "sokoban/PPO/1: done" in told and "failed with status 2: ragen: it broke" in told and "4 of 6 runs failed" in told
     error = json.loads((stand_in / "sokoban" / "ARPO" / "0" / "error.json").read_text())
-    assert error["status"] == 2 and error["words"][-1] == "ragen: it broke"
+    assert error["status"] == 2 and error["words"][-2:] == ["ragen: it broke", "+---+"]
     assert curves.main(config) == 1
     told = capsys.readouterr().out
     assert "sokoban/PPO/1: there already" in told and "sokoban/GRPO/0: done" in told and "2 of 6 runs failed" in told

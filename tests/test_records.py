@@ -1,6 +1,8 @@
 """Records: what is written is what is read, after a kill too."""
 
 import json
+from math import inf, isnan, nan
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,22 @@ def test_a_trajectory_comes_back_equal(tmp_path):
     assert again == TRAJECTORY
     assert row["step"] == 3
     assert isinstance(again.turns[0].reply, Reply) and again.reward == TRAJECTORY.reward and again.success
+
+
+def test_a_reward_that_is_not_finite_is_null_and_comes_back_as_nan():
+    row = records.to_row(
+        Trajectory("w", 1, 2, "", {}, [Turn(Reply("", "", [1], [2], [-1.0]), "", reward, {}) for reward in (inf, nan, 2.0)])
+    )
+    again = records.from_row(json.loads(records.dumps(row)))
+    assert [turn["reward"] for turn in row["turns"]] == [None, None, 2.0]
+    assert [isnan(turn.reward) for turn in again.turns] == [True, True, False] and again.turns[2].reward == 2.0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_names_the_file(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left.*m\.jsonl"):
+        records.append(tmp_path / "m.jsonl", {"step": 1})
 
 
 def test_without_ids_only_the_tokens_are_gone():

@@ -181,6 +181,8 @@ def test_resuming_a_finished_run_changes_nothing_and_takes_more_steps(tmp_path, 
     results = train.run(train.Train(model=model, steps=1, out=tmp_path / "run", **SMALL))
     assert train.run(train.Train(resume=tmp_path / "run")) == results
     train.run(train.Train(resume=tmp_path / "run", steps=2))
+    with pytest.raises(ValueError, match="has 2 rounds already"):
+        train.run(train.Train(resume=tmp_path / "run", steps=1))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
