@@ -63,6 +63,7 @@ TABLES = {
             **{name: {"algo": name} for name in ("GiGPO", "GSPO")},
             "StarPO": {"algo": "PPO", "algo_args": STARPO},
             "StarPO-S": {"algo": "PPO", "algo_args": STARPO_S, "keep": 0.25},
+            "StarPO-S, minibatch 8": {"algo": "PPO", "algo_args": STARPO_S, "keep": 0.25, "minibatch": 8},  # as many updates as the others
         },
     ),
     "trap": Table(  # each step from StarPO to StarPO-S on its own, where training is driven too hard
