@@ -1,32 +1,21 @@
 """The whole of training by reward on one screen: play, keep what is uncertain, learn; evaluate, save, resume."""
 
-import json
-import shutil
 import sys
 import time
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ragen_agent import adapters, parallel
-from ragen_agent.checkpoint import latest, number
-from ragen_agent.checkpoint import save as save_checkpoint
-from ragen_agent.diagnose import Verdict, Watch, action
+from ragen_agent.diagnose import Watch, action
 from ragen_agent.display import Display
-from ragen_agent.engines import Engine, engine_of
 from ragen_agent.evaluate import baselines, evaluate, versions
-from ragen_agent.learn import algorithm, improve, optimizer, refilled
+from ragen_agent.learn import improve, refilled
 from ragen_agent.metrics import summarise
-from ragen_agent.policies import LLMPolicy
-from ragen_agent.pretrained import Pretrained, save
-from ragen_agent.records import append, read, read_json, to_row, truncate, write_json
+from ragen_agent.records import append, read, read_json, to_row, write_json
 from ragen_agent.rollout import rollout
-from ragen_agent.steps import Standing
-from ragen_agent.stopping import STATUS, Request, Stopped, on_request
+from ragen_agent.session import Session, begin, checkpoint, export, leave, refresh, start
+from ragen_agent.stopping import Stopped, on_request
 from ragen_agent.training import Train, checked, eval_seeds, held_out_settings, plain, resumed
 from ragen_agent.types import Trajectory
 
@@ -34,22 +23,6 @@ __all__ = ["Train", "run"]
 
 MERGED = "merged"  # the folder of a finished run with adapters: the plain model that says the same
 FIRST_LEVEL = 10_000  # as RAGEN's training seeds; the stream of levels never repeats within a run
-
-
-@dataclass
-class Session:
-    """A run under way: what is saved with a checkpoint, and who plays."""
-
-    config: Train
-    engine: Engine
-    pretrained: Pretrained  # the whole model, as it plays and is saved
-    display: Display
-    request: Request
-    player: LLMPolicy
-    judge: LLMPolicy
-    standing: Standing = field(default_factory=Standing)
-    watch: Watch = field(default_factory=Watch)
-    verdict: Verdict | None = None
 
 
 def run(config: Train, display: Display | None = None) -> dict[str, Any]:
@@ -77,15 +50,6 @@ def run(config: Train, display: Display | None = None) -> dict[str, Any]:
         write_json(config.out / "result.json", {"rows": results, "config": plain(config), "versions": versions()})
         session.display.result(results, config.out)
     return results
-
-
-def begin(config: Train, display: Display, request: Request) -> Session:
-    """Load the model, and put optimizer, engine and players around it."""
-    pretrained = config.start()
-    engine = engine_of(algorithm(config, pretrained), partial(optimizer, config))
-    whole = pretrained._replace(model=engine.whole.policy)
-    player, judge = config.policy(whole, config.temperature), config.policy(whole, config.eval_temperature)
-    return Session(config, engine, whole, display, request, player, judge)
 
 
 def one_round(session: Session, step: int, results: dict[str, Any]) -> bool:
@@ -133,13 +97,6 @@ def play(session: Session, step: int) -> tuple[list[Trajectory], list[Trajectory
         return refilled(part, size, refill) if refill else ((own := part(0)), own)
     with session.request.playing():
         return refilled(part, size, refill) if refill else ((own := part(0)), own)
-
-
-def refresh(session: Session) -> None:
-    """Let the players have the weights as they are now."""
-    policy = session.engine.whole.policy
-    for who in (session.player, session.judge):
-        who.backend.load(policy)
 
 
 def judged(session: Session) -> dict[str, float]:
@@ -195,73 +152,6 @@ def times(began: float, middle: float, played: list[Trajectory]) -> dict[str, fl
         "seconds_learn": now - middle,
         "tokens_per_second": tokens / (now - began),
     }
-
-
-def start(session: Session) -> int:
-    """Begin a run's folder, or take up its last checkpoint; returns the round that is done (0: none).
-
-    Raises `ValueError` for a folder that holds another run.
-    """
-    config = session.config
-    torch.manual_seed(config.seed)
-    if config.resume is None:
-        if parallel.of_main((config.out / "config.json").exists()):
-            raise ValueError(f"{config.out} holds a run already: give another --out, or go on with it by --resume {config.out}")
-        if parallel.main():
-            write_json(config.out / "config.json", plain(config))
-        return 0
-    folder = parallel.of_main(latest(config.out))
-    step = number(folder) if folder else 0
-    if step > (config.steps or 0):
-        raise ValueError(f"{config.out} has {step} rounds already: give --steps {step} or more")
-    if parallel.main():
-        write_json(config.out / "config.json", plain(replace(config, resume=None)))  # with the rounds that were asked for last
-    for name in ("metrics.jsonl", "transcripts.jsonl") if parallel.main() else ():
-        if (config.out / name).exists():
-            truncate(config.out / name, lambda row: row["step"] <= step)
-    if folder:
-        state = torch.load(folder / "training.pt", map_location=session.engine.device, weights_only=True)
-        session.engine.load(state)
-        torch.set_rng_state(state["rng"].cpu())
-        session.standing = Standing(**state["standing"])
-        session.watch = Watch(state=json.loads(state["watch"]))
-        refresh(session)
-    return step
-
-
-def checkpoint(session: Session, step: int) -> None:
-    """Save the round: the model in Hugging Face format, and what resuming needs beside it. Where the watch cries collapse, the newest
-    checkpoint from before it stays too."""
-    config = session.config
-    state = {**session.engine.state(), "rng": torch.get_rng_state(), "standing": vars(session.standing)}
-    state["watch"] = json.dumps(session.watch.state)
-
-    def write(folder: Path) -> None:
-        save(folder, session.pretrained._replace(model=session.engine.whole.policy))
-        torch.save(state, folder / "training.pt")
-
-    if parallel.main():
-        bad = session.verdict is not None and action(session.verdict, "stop") == "stop"
-        save_checkpoint(config.out, step, write, config.keep_checkpoints, session.verdict.since if bad and session.verdict else None)
-    parallel.barrier()
-
-
-def export(folder: Path, pretrained: Pretrained) -> None:
-    """Write a model in place of what the folder holds, by rename."""
-    draft = folder.with_name(f".{folder.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    save(draft, pretrained)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
-
-
-def leave(session: Session, step: int) -> None:
-    """Save what is done, say how to go on, and end the process."""
-    config = session.config
-    if step:
-        checkpoint(session, step)
-    session.display.say(f"stopped by SIGTERM after round {step}; go on with: ragen train --resume {config.out}")
-    raise SystemExit(STATUS)
 
 
 if __name__ == "__main__":  # accelerate launch -m ragen_agent.train

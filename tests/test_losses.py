@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from ragen_agent.algos import ALGOS, ARPO, PPO
+from ragen_agent.algos import ALGOS, ARPO, PPO, divergence
 from ragen_agent.algos import functional as F
 from ragen_agent.algos.correction import importance
 from ragen_agent.algos.starpo import written
@@ -58,7 +58,7 @@ def test_clip(advantage, ratio, low, high, dual, loss, bound):
 )
 def test_kl(kind, logp, ref, wanted, slope):
     x = tensor(float(logp), dtype=torch.float64, requires_grad=True)
-    found = F.kl(x, tensor(float(ref), dtype=torch.float64), kind)
+    found = divergence.kl(x, tensor(float(ref), dtype=torch.float64), kind)
     found.backward()
     close(found.detach(), float(wanted))
     assert x.grad is not None
@@ -69,7 +69,7 @@ def test_kl(kind, logp, ref, wanted, slope):
 def test_k3_is_never_negative_nor_infinite(width):
     chance = torch.Generator().manual_seed(0)
     a, b = -width * torch.rand(10_000, generator=chance), -width * torch.rand(10_000, generator=chance)
-    found = F.kl(a, b, "k3")
+    found = divergence.kl(a, b, "k3")
     assert found.min() >= 0 and found.isfinite().all()
 
 
@@ -77,7 +77,7 @@ def test_k3_is_never_negative_nor_infinite(width):
 def test_k3_never_pushes_the_policy_away_from_the_reference(gap):
     """Far below the reference its value is the wall's, and its slope 0, no longer 1 - exp(-gap)."""
     x = tensor(float(gap), dtype=torch.float64, requires_grad=True)
-    found = F.kl(x, tensor(0.0, dtype=torch.float64), "k3")
+    found = divergence.kl(x, tensor(0.0, dtype=torch.float64), "k3")
     found.backward()
     assert x.grad is not None and x.grad <= 0 and found <= math.exp(F.WALL)
     assert (x.grad == 0) == (gap < -F.WALL)
@@ -85,7 +85,7 @@ def test_k3_never_pushes_the_policy_away_from_the_reference(gap):
 
 def test_unknown_names_list_the_known():
     with pytest.raises(ValueError, match="k1, k2, k3"):
-        F.kl(tensor(0.0), tensor(0.0), "k4")
+        divergence.kl(tensor(0.0), tensor(0.0), "k4")
     with pytest.raises(ValueError, match="token-mean, seq-mean-token-mean"):
         F.aggregate(row([0]), row([1]) > 0, "mean")
 
@@ -161,9 +161,11 @@ def test_unknown_corrections_list_the_known(kind, level, known):
 @pytest.mark.parametrize(("kl", "factor"), [(0.1, 1), (0.11, 1.005), (0.12, 1.01), (5, 1.01), (0.09, 0.995), (0, 0.99), (-3, 0.99)])
 def test_adaptive_coefficient(kl, factor):
     """Target .1, 50 of 1000 episodes: a twentieth of the error, which is clipped to a fifth."""
-    assert F.adaptation(kl, 0.1, 50, 1000) == pytest.approx(factor, abs=1e-9)
-    assert F.adaptation(math.nan, 0.1, 50, 1000) == 1 and F.adaptation(math.inf, 0.1, 50, 1000) == pytest.approx(1.01, abs=1e-9)
-    assert F.adaptation(kl, 0.1, 6000, 1000) == pytest.approx(1 + 20 * (factor - 1), abs=1e-9)  # never beyond a fifth, nor below 0
+    assert divergence.adaptation(kl, 0.1, 50, 1000) == pytest.approx(factor, abs=1e-9)
+    assert divergence.adaptation(math.nan, 0.1, 50, 1000) == 1 and divergence.adaptation(math.inf, 0.1, 50, 1000) == pytest.approx(
+        1.01, abs=1e-9
+    )
+    assert divergence.adaptation(kl, 0.1, 6000, 1000) == pytest.approx(1 + 20 * (factor - 1), abs=1e-9)  # never beyond a fifth, nor below 0
 
 
 def test_a_term_without_weight_never_meets_the_loss():

@@ -57,7 +57,7 @@ class Normalised(StarPO):
         score = self.scores(batch)
         if self.method != "identity":
             key = {"state": batch.group, "batch": torch.zeros_like(batch.group), "env": batch.world}[self.grouping]
-            reduce = credit.alone if self.grouping == "state" else summed  # a group is played by one process
+            reduce = F.alone if self.grouping == "state" else summed  # a group is played by one process
             score = credit.standing(score, key, std=self.method != "mean", reduce=reduce)
         if self.method == "asym_clip":
             score = score.clamp(*ASYMMETRIC)

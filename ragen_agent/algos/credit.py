@@ -8,13 +8,8 @@ from torch import Tensor
 from ragen_agent.algos import functional as F
 
 
-def alone(x: Tensor) -> Tensor:
-    """What one process does where several would add their sums."""
-    return x
-
-
 def standing(
-    x: Tensor, key: Tensor, std: bool = True, eps: float = 1e-6, reduce: Callable[[Tensor], Tensor] = alone, ddof: int = 1
+    x: Tensor, key: Tensor, std: bool = True, eps: float = 1e-6, reduce: Callable[[Tensor], Tensor] = F.alone, ddof: int = 1
 ) -> Tensor:
     """How far each of `x` (N,) is from the mean of those with the same `key` (N,), over their sample std + eps when `std`.
 

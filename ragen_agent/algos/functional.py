@@ -8,7 +8,6 @@ from torch import Tensor
 FLAT = 1e-6  # a spread below this share of max(1, |mean|) is rounding noise: no preference, so exactly 0
 WALL = 20.0  # log-ratios are clamped to +-WALL before exp: finite in fp32, and far outside any clip range
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-KLS = ("k1", "k2", "k3")
 
 
 def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
@@ -17,13 +16,13 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = No
     return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
 
 
-def _same(x: Tensor) -> Tensor:
+def alone(x: Tensor) -> Tensor:
     """What one process does where several would add their sums."""
     return x
 
 
 def standardise(
-    x: Tensor, mask: Tensor | None = None, ddof: int = 1, eps: float = 1e-6, reduce: Callable[[Tensor], Tensor] = _same
+    x: Tensor, mask: Tensor | None = None, ddof: int = 1, eps: float = 1e-6, reduce: Callable[[Tensor], Tensor] = alone
 ) -> Tensor:
     """(x - mean) / (std + eps) over the entries where `mask`, 0 elsewhere; in at least float32; flat input gives exactly 0.
 
@@ -185,31 +184,6 @@ def clips(ratio: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.2,
     """True where a clip of `clipped` binds, so that the token gives no gradient."""
     below = (ratio < 1 - low) | (ratio > (torch.inf if dual is None else dual))
     return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & below)
-
-
-def kl(logp: Tensor, ref: Tensor, kind: str = "k3") -> Tensor:
-    """An estimate per token of KL(policy || reference) from log-probabilities of tokens that the policy sampled.
-
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = logp - ref (Schulman 2020, "Approximating KL divergence"); in k3 d is at least
-    -WALL, below which it is a constant.
-    """
-    d = logp - ref
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind == "k3":
-        d = d.clamp(min=-WALL)  # both of its parts: the second alone would push the policy away
-        return (torch.expm1(-d) + d).clamp(min=0)
-    raise ValueError(f"unknown kl kind {kind!r}; known: {', '.join(KLS)}")
-
-
-def adaptation(kl: float, target: float, count: float, horizon: float) -> float:
-    """What a KL coefficient is multiplied by: 1 + clip(kl / target - 1, -.2, .2) * min(count / horizon, 1); 1 where the KL is NaN.
-
-    Ziegler et al. 2019 (arXiv 1909.08593).
-    """
-    return 1.0 if kl != kl else 1 + min(max(kl / target - 1, -0.2), 0.2) * min(count / horizon, 1.0)
 
 
 def aggregate(

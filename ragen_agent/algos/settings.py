@@ -6,6 +6,7 @@ from typing import Any
 
 from ragen_agent.algos import functional as F
 from ragen_agent.algos.correction import KINDS, LEVELS
+from ragen_agent.algos.divergence import KLS
 from ragen_agent.algos.ratio import RATIOS
 
 RANGES: dict[str, Callable[[float], bool]] = {  # NaN is in none of them
@@ -22,7 +23,7 @@ class Settings:
     # without annotation: no settings
     CHOICES = {
         "aggregation": F.AGGREGATIONS,
-        "kl_kind": F.KLS,
+        "kl_kind": KLS,
         "kl_in": ("loss", "reward"),
         "ratio": RATIOS,
         "correction": KINDS,

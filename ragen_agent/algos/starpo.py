@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from ragen_agent.algos import functional as F
 from ragen_agent.algos.correction import importance
+from ragen_agent.algos.divergence import adaptation, kl
 from ragen_agent.algos.ratio import acting, log_ratio
 from ragen_agent.algos.settings import Settings
-from ragen_agent.algos.totals import Totals, combine, largest, lengths, summed, written
+from ragen_agent.algos.totals import Totals, combine, cuts, fill, largest, lengths, summed, written
 from ragen_agent.batch import Batch
 from ragen_agent.model import Scores, score
 
@@ -89,7 +90,7 @@ class StarPO(Settings, nn.Module):
         terms = {"entropy": (-self.entropy_coef, new.entropy)}
         if self.kl_coef and self.kl_in == "loss":
             ref = torch.where(batch.sampled, written(batch, "ref"), 0.0)
-            terms["kl"] = (self.kl_now, F.kl(new.logprob, ref, self.kl_estimator))
+            terms["kl"] = (self.kl_now, kl(new.logprob, ref, self.kl_estimator))
         return terms
 
     # ---- what a subclass may read ----
@@ -114,7 +115,7 @@ class StarPO(Settings, nn.Module):
     def distance(self, batch: Batch) -> Tensor:
         """(B, T) an estimate of KL(old || reference) on each sampled token, 0 elsewhere."""
         old, ref = (torch.where(batch.sampled, written(batch, name), 0.0) for name in ("old", "ref"))
-        return F.kl(old, ref, self.kl_estimator)  # 0 where both are
+        return kl(old, ref, self.kl_estimator)  # 0 where both are
 
     @property
     def kl_now(self) -> float:
@@ -139,14 +140,14 @@ class StarPO(Settings, nn.Module):
         batch.old = batch.ref = batch.value = batch.advantage = batch.target = batch.weight = None
         if not len(batch):  # a process whose groups were all dropped: no model reads nothing, but all count together
             batch.old, batch.ref, batch.value = (torch.zeros_like(batch.reward) for _ in range(3))
-        for index in _cuts(batch, micro_rows):
+        for index in cuts(batch, micro_rows):
             part = batch.rows(index)
             scores = self.see(part)
-            _write(batch, "old", index, scores.logprob)
+            fill(batch, "old", index, scores.logprob)
             if (value := self.value(scores)) is not None:
-                _write(batch, "value", index, torch.where(part.sampled | part.ahead, value, 0.0))
+                fill(batch, "value", index, torch.where(part.sampled | part.ahead, value, 0.0))
             if self.uses_reference:
-                _write(batch, "ref", index, self.read(self._reference[0], part).logprob)
+                fill(batch, "ref", index, self.read(self._reference[0], part).logprob)
         advantage = torch.where(batch.sampled, self.advantage(batch), 0.0)
         if self.reweight:
             std = F.group_std(self.scores(batch), batch.group)
@@ -178,7 +179,7 @@ class StarPO(Settings, nn.Module):
         told = {"kl_old": total / max(1.0, tokens)}
         if self.kl_target is not None and self.kl_weight is not None:
             told |= {"kl_weight": self.kl_now}
-            self.kl_weight.mul_(F.adaptation(told["kl_old"], self.kl_target, episodes, self.kl_horizon))
+            self.kl_weight.mul_(adaptation(told["kl_old"], self.kl_target, episodes, self.kl_horizon))
         return told
 
     def look_back(self, batch: Batch) -> dict[str, float]:
@@ -204,7 +205,7 @@ class StarPO(Settings, nn.Module):
         totals = Totals.of(batch)
         if self.ratio != "token":
             totals.log_ratio = torch.zeros_like(totals.length, dtype=written(batch, "old").dtype)
-            for index in _cuts(batch, micro_rows):
+            for index in cuts(batch, micro_rows):
                 totals.log_ratio += log_ratio(self.read(self.policy, part := batch.rows(index)).logprob, part)
         return totals
 
@@ -231,7 +232,7 @@ class StarPO(Settings, nn.Module):
         bound = F.clips(ratio, written(batch, "advantage"), self.clip_low, self.clip_high, self.dual_clip)
         metrics["loss"], metrics["pg_loss"] = loss.detach(), policy_loss.detach()
         metrics["clip_fraction"] = F.masked_mean(bound.to(ratio.dtype), mask, totals.tokens)
-        metrics["approx_kl"] = F.masked_mean(F.kl(torch.zeros_like(change), change), mask, totals.tokens)
+        metrics["approx_kl"] = F.masked_mean(kl(torch.zeros_like(change), change), mask, totals.tokens)
         metrics["ratio_max"] = torch.where(mask, ratio, 0.0).max()
         return loss, metrics
 
@@ -240,15 +241,3 @@ class StarPO(Settings, nn.Module):
         length = totals.length[batch.episode]
         kind = {"tokens": totals.tokens, "sequences": totals.episodes, "length": length, "horizon": self.horizon}
         return F.aggregate(term, batch.sampled, self.aggregation, **kind)
-
-
-def _cuts(batch: Batch, micro_rows: int | None) -> tuple[Tensor, ...]:
-    """The row numbers of `batch`, `micro_rows` at a time (None: all at once); none where it has no rows."""
-    return torch.arange(len(batch), device=batch.ids.device).split(micro_rows or len(batch)) if len(batch) else ()
-
-
-def _write(batch: Batch, name: str, index: Tensor, part: Tensor) -> None:
-    """Put `part`, of the rows `index` and perhaps fewer columns, in the field `name`."""
-    if vars(batch)[name] is None:
-        setattr(batch, name, part.new_zeros(batch.ids.shape))
-    vars(batch)[name][index, : part.shape[1]] = part

@@ -73,3 +73,15 @@ def combine(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     names = list(parts[0]) if parts else []
     stacked = {name: torch.stack([part[name].float() for part in parts]) for name in names}
     return {name: float(x.max() if name.endswith("_max") else x.sum()) for name, x in stacked.items()}
+
+
+def cuts(batch: Batch, micro_rows: int | None) -> tuple[Tensor, ...]:
+    """The row numbers of `batch`, `micro_rows` at a time (None: all at once); none where it has no rows."""
+    return torch.arange(len(batch), device=batch.ids.device).split(micro_rows or len(batch)) if len(batch) else ()
+
+
+def fill(batch: Batch, name: str, index: Tensor, part: Tensor) -> None:
+    """Put `part`, of the rows `index` and perhaps fewer columns, in the field `name`."""
+    if vars(batch)[name] is None:
+        setattr(batch, name, part.new_zeros(batch.ids.shape))
+    vars(batch)[name][index, : part.shape[1]] = part
