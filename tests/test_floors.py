@@ -38,7 +38,8 @@ EXTRAS = {  # floor -> what it may import inside a function
     "benchmarks": {"matplotlib", "scipy", "stable_baselines3", "trl", "datasets"},
 }
 COMMANDS = {
-    f"ragen_agent.{name}" for name in ("cli", "train", "teach", "evaluate", "play", "watch", "settings", "learn", "diagnose", "training", "session")
+    f"ragen_agent.{name}"
+    for name in ("cli", "train", "teach", "evaluate", "play", "watch", "settings", "learn", "diagnose", "training", "session")
 }
 ALONE = {f"ragen_agent.{name}" for name in ("types", "prompts", "chat", "model", "logprob", "kernels", "packing", "algos.functional")}
 MODEL = {f"ragen_agent.{name}" for name in ("logprob", "kernels", "packing")}  # what the model's scores are made of
