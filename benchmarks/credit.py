@@ -4,6 +4,7 @@
 gradient against dynamic programming, and writes docs/credit.md's table, docs/figures/credit.png and results/credit.json.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import tyro
 from torch import nn
 
 from benchmarks import tabular as tab
+from benchmarks.needs import EXTRA, needs
 from ragen_agent.algos import ALGOS, StarPO
 from ragen_agent.evaluate import versions
 from ragen_agent.records import write_json
@@ -218,6 +220,7 @@ def run(config: Credit) -> dict[str, Any]:
     """Measure every scene, write the numbers, and the table and the figure from them."""
     from benchmarks.credit_page import write
 
+    needs(*EXTRA)
     rows: dict[str, Any] = {}
     for scene, (world, policy) in scenes(config).items():
         exact = tab.solve(world, policy)
@@ -234,4 +237,7 @@ def run(config: Credit) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(tyro.cli(Credit))
+    try:
+        run(tyro.cli(Credit))
+    except ValueError as wrong:
+        sys.exit(f"credit: {wrong}")

@@ -1,4 +1,4 @@
-"""Training curves: every optimizer on the same budget, several seeds; a table of runs as data, and the command that plays it.
+"""Training curves: eleven ways to train on the same budget, several seeds; a table of runs as data, and the command that plays it.
 
 `python -m benchmarks.curves run` trains what is missing, `table` prints the comparison, `plot` writes it into docs/curves.md with its
 figure. A run is a folder <out>/<world>/<cell>/<seed> of `ragen train`; stopped runs are taken up, finished ones left alone.
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import tyro
 
 from benchmarks import curves_page as page
+from benchmarks.needs import EXTRA, needs
 from ragen_agent.records import write_json
 from ragen_agent.settings import pairs
 
@@ -121,6 +122,7 @@ def main(config: Curves) -> int:
     """The command; returns 1 where a run failed."""
     if config.verb == "run":
         return run(config)
+    needs(*(EXTRA if config.verb == "plot" else EXTRA[:1]))
     scenes = page.scenes(places(config))
     if config.verb == "table":
         print(page.tables(scenes))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import curves, curves_page, seeds
+from benchmarks import credit, curves, curves_page, needs, seeds
 from benchmarks.curves_page import BEGIN, END, Outcome, Place
 from ragen_agent import records, train
 from ragen_agent.algos import find
@@ -297,3 +297,11 @@ def test_a_run_of_one_round(tmp_path, capsys):
     config.verb = "table"
     assert curves.main(config) == 0
     assert "| PPO | 1 of 1 |" in capsys.readouterr().out
+
+
+def test_what_is_not_installed_is_said_before_the_work(monkeypatch):
+    monkeypatch.setattr(needs, "find_spec", lambda name: None if name == "scipy" else object())
+    table, plot = curves.Curves("table"), curves.Curves("plot")
+    for call in (lambda: curves.main(table), lambda: curves.main(plot), lambda: credit.run(credit.Credit())):
+        with pytest.raises(ValueError, match=r"needs scipy: pip install.*\[bench\]"):
+            call()
