@@ -55,7 +55,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line above the table."""
-        self.console.print(text)
+        self.console.print(text, soft_wrap=self.live is None)
 
     def before(self, rows: dict[str, dict[str, float]]) -> None:
         """The scores that training starts from."""
@@ -81,7 +81,8 @@ class Display:
         """Before and after, between the random and the exact player; and where everything lies."""
         self.console.print(table({k: rows[k] for k in ("random", "before", "after", "exact")}, "held-out levels"))
         drawn = curve(out, rows)
-        self.console.print(f"in {out}: metrics.jsonl, transcripts.jsonl, result.json, checkpoints step-*{', ' + drawn if drawn else ''}")
+        told = f"in {out}: metrics.jsonl, transcripts.jsonl, result.json, checkpoints step-*{', ' + drawn if drawn else ''}"
+        self.console.print(told, soft_wrap=True)
 
     def _picture(self) -> Group:
         made = Table(title=self.title, title_justify="left", expand=False)

@@ -150,6 +150,8 @@ def test_what_a_run_leaves(tmp_path, model):
     for name in ("success", "return", "group_std", "entropy", "grad_norm", "clip_fraction", "sampler_gap_max", "evaluation"):
         assert name in last
     assert last["sampler_gap_max"] < 1e-4
+    told = (Path(__file__).parents[1] / "docs/algorithms.md").read_text()
+    assert [name for name in (*last, *last["evaluation"]) if f"`{name}`" not in told] == []
     transcript = records.from_row(records.read(out / "transcripts.jsonl")[0])
     assert transcript.turns and transcript.turns[0].reply.ids
     assert (out / "learning.png").stat().st_size > 1000

@@ -6,6 +6,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 kind=${1:?ddp, fsdp2 or zero2}
+if [ ! -f "benchmarks/runs/$kind.yaml" ]; then
+  echo "no config $kind; known: ddp, fsdp2, zero2" >&2
+  exit 2
+fi
+if [ "$kind" = zero2 ] && ! python -c 'import importlib.util as i, sys; sys.exit(i.find_spec("deepspeed") is None)'; then
+  echo 'zero2 needs the package deepspeed: pip install -e ".[deepspeed]"' >&2
+  exit 2
+fi
 processes=${2:-2}
 shift "$(($# < 2 ? $# : 2))"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
